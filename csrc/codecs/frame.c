@@ -1,0 +1,176 @@
+/* frame.c: whole tensors to self-describing frames and back.
+ *
+ *   | header, 64 bytes | tile 0 | tile 1 | ... | CRC32C of the tiles, 4 bytes, if the header says so |
+ *
+ * The tiles are those of an exchange (65,536 elements), so that a frame of a whole tensor and the frames of a bucket hold the same
+ * bytes per tile.
+ */
+#include "codecs/codec.h"
+#include "core/common.h"
+#include "core/elements.h"
+#include "core/header.h"
+
+/* Largest tensor whose tiles can be counted in a header. */
+#define FRAME_NELEMS_MAX ((uint64_t)UINT32_MAX * AGC_TILE_NELEMS_MAX)
+
+static enum agc_status frame_describe(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems, bool checksum,
+                                      struct agc_frame *f)
+{
+    *f = (struct agc_frame){.dtype = dtype, .nelems = nelems, .tile_nelems = AGC_TILE_NELEMS_MAX};
+    AGC_TRY(agc_spec_resolve(spec, &f->spec));
+    if (agc_dtype_nbytes(dtype) == 0)
+        return AGC_ERR_DTYPE;
+    if (nelems > FRAME_NELEMS_MAX)
+        return AGC_ERR_NELEMS;
+    f->flags = checksum ? AGC_FRAME_CHECKSUM : 0;
+    f->ntiles = (uint32_t)agc_div_up(nelems, AGC_TILE_NELEMS_MAX);
+    f->payload_nbytes = agc_tiles_nbytes(&f->spec, dtype, nelems, AGC_TILE_NELEMS_MAX);
+    return AGC_OK;
+}
+
+static uint64_t frame_total_nbytes(const struct agc_frame *f)
+{
+    return AGC_WIRE_HEADER_NBYTES + f->payload_nbytes + (f->flags & AGC_FRAME_CHECKSUM ? AGC_WIRE_CHECKSUM_NBYTES : 0);
+}
+
+enum agc_status agc_frame_nbytes(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems, bool checksum,
+                                 uint64_t *nbytes_ret)
+{
+    struct agc_frame f;
+    AGC_TRY(frame_describe(spec, dtype, nelems, checksum, &f));
+    *nbytes_ret = frame_total_nbytes(&f);
+    return AGC_OK;
+}
+
+/* Tile t of a frame. */
+static struct agc_tile frame_tile(const struct agc_kernels *k, const struct agc_frame *f, uint64_t first_elem)
+{
+    return (struct agc_tile){.kernels = k,
+                             .spec = f->spec,
+                             .dtype = f->dtype,
+                             .nelems = (uint32_t)agc_min_u64(f->tile_nelems, f->nelems - first_elem),
+                             .rng = agc_rng_key(f->seed, f->round, f->bucket, f->lane, first_elem)};
+}
+
+enum agc_status agc_encode(const struct agc_spec *spec, const void *src, uint32_t dtype, uint64_t nelems,
+                           float *residual, uint32_t seed, bool checksum, float *scratch, uint8_t *dst,
+                           uint64_t dst_cap_nbytes, uint64_t *nbytes_ret)
+{
+    const struct agc_kernels *k = agc_kernels_get();
+    struct agc_frame f;
+    AGC_TRY(frame_describe(spec, dtype, nelems, checksum, &f));
+    if (dst_cap_nbytes < frame_total_nbytes(&f))
+        return AGC_ERR_DST_TOO_SMALL;
+    f.seed = seed;
+    agc_header_write(k, &f, dst);
+
+    const struct agc_codec *codec = agc_codec_find(f.spec.codec);
+    bool lossless = (codec->flags & AGC_CODEC_LOSSLESS) != 0;
+    uint32_t elem_nbytes = agc_dtype_nbytes(dtype);
+    uint8_t *payload = dst + AGC_WIRE_HEADER_NBYTES;
+    for (uint64_t first = 0; first < nelems; first += f.tile_nelems) {
+        struct agc_tile tile = frame_tile(k, &f, first);
+        const uint8_t *x = (const uint8_t *)src + first * elem_nbytes;
+        float *tile_residual = residual ? residual + first : NULL;
+        uint64_t nbytes = agc_tile_nbytes(&f.spec, dtype, tile.nelems);
+        if (lossless && !residual) { /* the bits themselves, whatever NaNs they hold */
+            uint64_t x_nbytes = (uint64_t)tile.nelems * elem_nbytes;
+            memcpy(payload, x, x_nbytes);
+            memset(payload + x_nbytes, 0, nbytes - x_nbytes);
+        } else if (dtype == AGC_DTYPE_F32 || agc_tile_is_f64(codec, dtype)) {
+            agc_tile_encode(codec, &tile, x, tile_residual, payload);
+        } else {
+            agc_elements_load(k, dtype, x, tile.nelems, scratch);
+            agc_tile_encode(codec, &tile, scratch, tile_residual, payload);
+        }
+        payload += nbytes;
+    }
+    if (checksum)
+        agc_store_u32(payload, k->crc32c(0, dst + AGC_WIRE_HEADER_NBYTES, f.payload_nbytes));
+    *nbytes_ret = frame_total_nbytes(&f);
+    return AGC_OK;
+}
+
+enum agc_status agc_frame_parse(const uint8_t *src, uint64_t nbytes, struct agc_frame *frame_ret)
+{
+    struct agc_frame f;
+    struct agc_spec resolved;
+    AGC_TRY(agc_header_read(agc_kernels_get(), src, nbytes, &f));
+    if (f.flags & AGC_FRAME_ABORT)
+        return AGC_ERR_HEADER;
+    if (!agc_codec_find(f.spec.codec))
+        return AGC_ERR_CODEC;
+    if (agc_spec_resolve(&f.spec, &resolved) != AGC_OK || resolved.block_nelems != f.spec.block_nelems)
+        return AGC_ERR_HEADER;
+    if (f.payload_nbytes != agc_tiles_nbytes(&f.spec, f.dtype, f.nelems, f.tile_nelems))
+        return AGC_ERR_HEADER;
+    if (nbytes < frame_total_nbytes(&f))
+        return AGC_ERR_TRUNCATED;
+    *frame_ret = f;
+    return AGC_OK;
+}
+
+/* Decodes one tile into elements of out_dtype. */
+static void decode_tile(const struct agc_codec *codec, const struct agc_tile *tile, const uint8_t *src, bool add,
+                        uint32_t out_dtype, float *scratch, uint8_t *out)
+{
+    uint32_t out_nbytes = agc_dtype_nbytes(out_dtype);
+    bool f64 = agc_tile_is_f64(codec, tile->dtype);
+    if (out_dtype == (f64 ? AGC_DTYPE_F64 : AGC_DTYPE_F32)) {
+        (add ? codec->decode_add : codec->decode)(tile, src, 1.0, out);
+        return;
+    }
+    if (f64) { /* doubles into a narrower tensor: a few at a time through the stack */
+        for (uint32_t i = 0; i < tile->nelems; i++) {
+            uint8_t *dst = out + (size_t)i * out_nbytes;
+            float x, sum;
+            agc_elements_load(tile->kernels, AGC_DTYPE_F64, src + 8 * (size_t)i, 1, &x);
+            if (add) {
+                agc_elements_load(tile->kernels, out_dtype, dst, 1, &sum);
+                x = agc_acc_add(sum, x);
+            }
+            agc_elements_store(tile->kernels, out_dtype, &x, 1, dst);
+        }
+        return;
+    }
+    if (add) {
+        agc_elements_load(tile->kernels, out_dtype, out, tile->nelems, scratch);
+        codec->decode_add(tile, src, 1.0, scratch);
+    } else {
+        codec->decode(tile, src, 1.0, scratch);
+    }
+    agc_elements_store(tile->kernels, out_dtype, scratch, tile->nelems, out);
+}
+
+enum agc_status agc_decode(const uint8_t *src, uint64_t nbytes, void *out, uint32_t out_dtype, uint64_t nelems,
+                           bool add, float *scratch)
+{
+    const struct agc_kernels *k = agc_kernels_get();
+    struct agc_frame f;
+    AGC_TRY(agc_frame_parse(src, nbytes, &f));
+    uint32_t out_nbytes = agc_dtype_nbytes(out_dtype);
+    if (out_nbytes == 0)
+        return AGC_ERR_DTYPE;
+    if (nelems != f.nelems)
+        return AGC_ERR_NELEMS;
+    const struct agc_codec *codec = agc_codec_find(f.spec.codec);
+    const uint8_t *first_payload = src + AGC_WIRE_HEADER_NBYTES;
+    if (f.flags & AGC_FRAME_CHECKSUM &&
+        agc_load_u32(first_payload + f.payload_nbytes) != k->crc32c(0, first_payload, f.payload_nbytes))
+        return AGC_ERR_PAYLOAD_CHECKSUM;
+
+    /* All of it is checked before any of it is written: a damaged frame leaves out as it was. */
+    const uint8_t *payload = first_payload;
+    for (uint64_t first = 0; first < nelems; first += f.tile_nelems) {
+        struct agc_tile tile = frame_tile(k, &f, first);
+        AGC_TRY(codec->validate(&tile, payload));
+        payload += agc_tile_nbytes(&f.spec, f.dtype, tile.nelems);
+    }
+    payload = first_payload;
+    for (uint64_t first = 0; first < nelems; first += f.tile_nelems) {
+        struct agc_tile tile = frame_tile(k, &f, first);
+        decode_tile(codec, &tile, payload, add, out_dtype, scratch, (uint8_t *)out + first * out_nbytes);
+        payload += agc_tile_nbytes(&f.spec, f.dtype, tile.nelems);
+    }
+    return AGC_OK;
+}

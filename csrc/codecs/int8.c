@@ -1,0 +1,68 @@
+/* int8.c: eight bits per element and a scale per block.
+ *
+ * Method: within a block of B elements (default 256), scale = absmax / 127 and q = round(x * 127 / absmax), to nearest even or
+ * stochastically. Blockwise absmax quantisation after Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), with
+ * a linear code, so that decoding is one multiplication.
+ *
+ *   payload of a tile:  | scale of block 0 | scale of block 1 | ... | q of element 0 | q of element 1 | ... | padding to 16 |
+ *                         float, 4 bytes                              int8, 1 byte
+ *
+ * Bits per element: 8 + 32 / B. Error of an element: at most half a scale (one scale if stochastic). A block that holds a NaN or an
+ * infinity has a NaN for a scale and decodes to NaN throughout. Scales in front of the values keep both streams aligned and
+ * let the decoder prefetch; interleaved blocks of 4 + B bytes were no faster and would misalign every load.
+ */
+#include "codecs/codec.h"
+#include "core/common.h"
+
+static uint64_t scales_nbytes(const struct agc_spec *spec, uint32_t nelems)
+{
+    return 4 * agc_div_up(nelems, spec->block_nelems);
+}
+
+static uint64_t int8_payload_nbytes(const struct agc_spec *spec, uint32_t dtype, uint32_t nelems)
+{
+    (void)dtype;
+    return scales_nbytes(spec, nelems) + nelems;
+}
+
+static void int8_encode(const struct agc_tile *tile, const void *x, float *residual, uint8_t *dst)
+{
+    const struct agc_rng *rng = tile->spec.rounding == AGC_ROUNDING_STOCHASTIC ? &tile->rng : NULL;
+    tile->kernels->int8_encode((const float *)x, residual, tile->nelems, tile->spec.block_nelems, rng, dst,
+                               dst + scales_nbytes(&tile->spec, tile->nelems));
+}
+
+static void int8_decode(const struct agc_tile *tile, const uint8_t *src, double weight, void *out)
+{
+    tile->kernels->int8_decode(src, src + scales_nbytes(&tile->spec, tile->nelems), tile->nelems,
+                               tile->spec.block_nelems, (float)weight, (float *)out);
+}
+
+static void int8_decode_add(const struct agc_tile *tile, const uint8_t *src, double weight, void *out)
+{
+    tile->kernels->int8_decode_add(src, src + scales_nbytes(&tile->spec, tile->nelems), tile->nelems,
+                                   tile->spec.block_nelems, (float)weight, (float *)out);
+}
+
+static enum agc_status int8_validate(const struct agc_tile *tile, const uint8_t *src)
+{
+    uint64_t nbytes = scales_nbytes(&tile->spec, tile->nelems);
+    for (uint64_t i = 0; i < nbytes; i += 4) {
+        uint32_t bits = agc_load_u32(src + i);
+        if (bits > AGC_Q8_SCALE_MAX_BITS && bits != AGC_F32_NAN_BITS)
+            return AGC_ERR_PAYLOAD;
+    }
+    return AGC_OK;
+}
+
+const struct agc_codec agc_codec_int8 = {
+    .id = 5,
+    .name = "int8",
+    .flags = AGC_CODEC_BLOCKS | AGC_CODEC_FEEDBACK | AGC_CODEC_STOCHASTIC,
+    .default_block_nelems = AGC_BLOCK_NELEMS_DEFAULT,
+    .payload_nbytes = int8_payload_nbytes,
+    .encode = int8_encode,
+    .decode = int8_decode,
+    .decode_add = int8_decode_add,
+    .validate = int8_validate,
+};

@@ -1,0 +1,74 @@
+/* elements.c: moving numbers between a tensor's data type and the work type. */
+#include "core/elements.h"
+
+#include "core/common.h"
+
+uint32_t agc_dtype_nbytes(uint32_t dtype)
+{
+    switch (dtype) {
+    case AGC_DTYPE_F32:
+        return 4;
+    case AGC_DTYPE_F16:
+    case AGC_DTYPE_BF16:
+        return 2;
+    case AGC_DTYPE_F64:
+        return 8;
+    default:
+        return 0;
+    }
+}
+
+uint64_t agc_dtype_zero_mask(uint32_t dtype)
+{
+    switch (agc_dtype_nbytes(dtype)) {
+    case 2:
+        return 0x7fff7fff7fff7fffu;
+    case 4:
+        return 0x7fffffff7fffffffu;
+    default:
+        return 0x7fffffffffffffffu;
+    }
+}
+
+void agc_elements_load(const struct agc_kernels *k, uint32_t dtype, const void *src, uint32_t nelems, float *dst)
+{
+    const uint8_t *bytes = (const uint8_t *)src;
+    switch (dtype) {
+    case AGC_DTYPE_F16:
+        k->f16_decode(bytes, nelems, 1.0f, dst);
+        break;
+    case AGC_DTYPE_BF16:
+        k->bf16_decode(bytes, nelems, 1.0f, dst);
+        break;
+    case AGC_DTYPE_F64:
+        for (uint32_t i = 0; i < nelems; i++) {
+            double x;
+            memcpy(&x, bytes + 8 * (size_t)i, 8);
+            dst[i] = (float)x;
+        }
+        break;
+    default:
+        memcpy(dst, src, 4 * (size_t)nelems);
+    }
+}
+
+void agc_elements_store(const struct agc_kernels *k, uint32_t dtype, const float *src, uint32_t nelems, void *dst)
+{
+    uint8_t *bytes = (uint8_t *)dst;
+    switch (dtype) {
+    case AGC_DTYPE_F16:
+        k->f16_encode(src, NULL, nelems, bytes);
+        break;
+    case AGC_DTYPE_BF16:
+        k->bf16_encode(src, NULL, nelems, bytes);
+        break;
+    case AGC_DTYPE_F64:
+        for (uint32_t i = 0; i < nelems; i++) {
+            double x = (double)src[i];
+            memcpy(bytes + 8 * (size_t)i, &x, 8);
+        }
+        break;
+    default:
+        memcpy(dst, src, 4 * (size_t)nelems);
+    }
+}

@@ -1,0 +1,40 @@
+/* kernels.h: the table of kernels, one pointer per line of kernels.inc. */
+#ifndef AGC_KERNELS_H
+#define AGC_KERNELS_H
+
+#include <stdbool.h>
+
+#include "agentcomm.h"
+#include "core/rng.h"
+#include "core/wire.h"
+
+struct agc_kernels {
+#define AGC_KERNEL(ret, name, args) ret(*name) args;
+#include "core/kernels.inc"
+#undef AGC_KERNEL
+};
+
+/* Fills a table for a set of CPU features: scalar C first, then each tier overlays what it improves. Pure. */
+void agc_kernels_init(struct agc_kernels *k, uint32_t cpu_features);
+
+/* The table for this CPU; chosen at the first call, from any thread. */
+const struct agc_kernels *agc_kernels_get(void);
+
+/* Overlays, in csrc/x86. */
+void agc_kernels_overlay_avx2(struct agc_kernels *k);
+void agc_kernels_overlay_avx512(struct agc_kernels *k);
+void agc_kernels_overlay_crc32(struct agc_kernels *k);
+
+#define AGC_KERNEL(ret, name, args) ret agc_##name##_c args;
+#include "core/kernels.inc"
+#undef AGC_KERNEL
+
+/* Encodes one int8 block by division: the path of every tier for blocks of tiny numbers. first: index of x[0] in its tile. */
+void agc_int8_encode_tiny_block(const float *x, float *residual, uint32_t nelems, const struct agc_rng *rng,
+                                uint32_t first, float scale, uint8_t *q);
+
+/* Quantises elements [begin, end) of an ordinary block: what is left over when a tier has done whole vectors. */
+void agc_int8_encode_tail(const float *x, float *residual, uint32_t begin, uint32_t end, const struct agc_rng *rng,
+                          uint32_t first, struct agc_q8 block, uint8_t *q);
+
+#endif /* AGC_KERNELS_H */

@@ -1,0 +1,163 @@
+/* kernels_c.c: the kernels in portable C. This file is the definition of correct: every other tier must give these bytes. */
+#include "core/common.h"
+#include "core/half.h"
+#include "core/kernels.h"
+
+#if defined(__FAST_MATH__)
+#error "compile without -ffast-math: the tiers must agree to the bit"
+#endif
+
+/* Element i as it enters the codec: gradient plus what is still owed. */
+static inline float with_residual(const float *x, const float *residual, uint32_t i)
+{
+    return residual ? x[i] + residual[i] : x[i];
+}
+
+void agc_int8_encode_tiny_block(const float *x, float *residual, uint32_t nelems, const struct agc_rng *rng,
+                                uint32_t first, float scale, uint8_t *q)
+{
+    for (uint32_t i = 0; i < nelems; i++) {
+        float v = with_residual(x, residual, i);
+        float steps = v / scale;
+        if (rng)
+            steps += agc_rng_dither_at(*rng, first + i);
+        float rounded = agc_q8_round(steps);
+        q[i] = (uint8_t)(int8_t)rounded;
+        if (residual)
+            residual[i] = v - rounded * scale;
+    }
+}
+
+void agc_int8_encode_tail(const float *x, float *residual, uint32_t begin, uint32_t end, const struct agc_rng *rng,
+                          uint32_t first, struct agc_q8 block, uint8_t *q)
+{
+    for (uint32_t i = begin; i < end; i++) {
+        float v = with_residual(x, residual, i);
+        float steps = v * block.inverse;
+        if (rng)
+            steps += agc_rng_dither_at(*rng, first + i);
+        float rounded = agc_q8_round(steps);
+        q[i] = (uint8_t)(int8_t)rounded;
+        if (residual)
+            residual[i] = v - rounded * block.scale;
+    }
+}
+
+void agc_int8_encode_c(const float *x, float *residual, uint32_t nelems, uint32_t block_nelems,
+                       const struct agc_rng *rng, uint8_t *scales, uint8_t *q)
+{
+    for (uint32_t first = 0; first < nelems; first += block_nelems) {
+        uint32_t n = agc_min_u32(block_nelems, nelems - first);
+        uint32_t absmax_bits = 0;
+        for (uint32_t i = 0; i < n; i++) {
+            uint32_t bits = agc_f32_bits(with_residual(x, residual, i)) & 0x7fffffffu;
+            absmax_bits = bits > absmax_bits ? bits : absmax_bits;
+        }
+        struct agc_q8 block = agc_q8_from_absmax(absmax_bits);
+        agc_store_u32(scales, agc_f32_bits(block.scale));
+        if (AGC_UNLIKELY(!block.finite))
+            memset(q, 0, n); /* the residual stays as it was: what is lost with this round is the gradient alone */
+        else if (AGC_UNLIKELY(block.tiny))
+            agc_int8_encode_tiny_block(x, residual, n, rng, first, block.scale, q);
+        else
+            agc_int8_encode_tail(x, residual, 0, n, rng, first, block, q);
+        scales += 4;
+        x += n;
+        q += n;
+        if (residual)
+            residual += n;
+    }
+}
+
+void agc_int8_decode_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems, uint32_t block_nelems, float weight,
+                       float *out)
+{
+    for (uint32_t i = 0; i < nelems; i++) {
+        float scale = agc_f32_from_bits(agc_load_u32(scales + 4 * (i / block_nelems))) * weight;
+        out[i] = (float)(int8_t)q[i] * scale;
+    }
+}
+
+void agc_int8_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems, uint32_t block_nelems,
+                           float weight, float *out)
+{
+    for (uint32_t i = 0; i < nelems; i++) {
+        float scale = agc_f32_from_bits(agc_load_u32(scales + 4 * (i / block_nelems))) * weight;
+        out[i] = agc_acc_add(out[i], (float)(int8_t)q[i] * scale);
+    }
+}
+
+/* The three kernels of a 16-bit format differ in the two conversions alone. */
+#define HALF_KERNELS(name, from_f32, to_f32)                                                                           \
+    void agc_##name##_encode_c(const float *x, float *residual, uint32_t nelems, uint8_t *dst)                         \
+    {                                                                                                                  \
+        for (uint32_t i = 0; i < nelems; i++) {                                                                        \
+            float v = with_residual(x, residual, i);                                                                   \
+            uint16_t h = from_f32(v);                                                                                  \
+            agc_store_u16(dst + 2 * (size_t)i, h);                                                                     \
+            if (residual) {                                                                                            \
+                float decoded = to_f32(h);                                                                             \
+                if ((agc_f32_bits(decoded) & 0x7fffffffu) < 0x7f800000u)                                               \
+                    residual[i] = v - decoded;                                                                         \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    void agc_##name##_decode_c(const uint8_t *src, uint32_t nelems, float weight, float *out)                          \
+    {                                                                                                                  \
+        for (uint32_t i = 0; i < nelems; i++)                                                                          \
+            out[i] = to_f32(agc_load_u16(src + 2 * (size_t)i)) * weight;                                               \
+    }                                                                                                                  \
+    void agc_##name##_decode_add_c(const uint8_t *src, uint32_t nelems, float weight, float *out)                      \
+    {                                                                                                                  \
+        for (uint32_t i = 0; i < nelems; i++)                                                                          \
+            out[i] = agc_acc_add(out[i], to_f32(agc_load_u16(src + 2 * (size_t)i)) * weight);                          \
+    }
+
+HALF_KERNELS(f16, agc_f32_to_f16, agc_f16_to_f32)
+HALF_KERNELS(bf16, agc_f32_to_bf16, agc_bf16_to_f32)
+
+void agc_f32_decode_c(const uint8_t *src, uint32_t nelems, float weight, float *out)
+{
+    for (uint32_t i = 0; i < nelems; i++)
+        out[i] = agc_f32_from_bits(agc_load_u32(src + 4 * (size_t)i)) * weight;
+}
+
+void agc_f32_decode_add_c(const uint8_t *src, uint32_t nelems, float weight, float *out)
+{
+    for (uint32_t i = 0; i < nelems; i++)
+        out[i] = agc_acc_add(out[i], agc_f32_from_bits(agc_load_u32(src + 4 * (size_t)i)) * weight);
+}
+
+bool agc_any_nonzero_c(const uint8_t *src, uint64_t nbytes, uint64_t mask)
+{
+    uint64_t i = 0;
+    /* In runs of 4 KiB without a branch inside, so that the loop vectorises; dense gradients leave after the first. */
+    for (; i + 4096 <= nbytes; i += 4096) {
+        uint64_t any = 0;
+        for (uint32_t j = 0; j < 4096; j += 8) {
+            uint64_t word;
+            memcpy(&word, src + i + j, 8);
+            any |= word & mask;
+        }
+        if (any)
+            return true;
+    }
+    for (; i < nbytes; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, src + i, agc_min_u64(8, nbytes - i));
+        if (word & mask)
+            return true;
+    }
+    return false;
+}
+
+uint32_t agc_crc32c_c(uint32_t crc, const uint8_t *src, uint64_t nbytes)
+{
+    crc = ~crc;
+    for (uint64_t i = 0; i < nbytes; i++) {
+        crc ^= src[i];
+        for (int bit = 0; bit < 8; bit++)
+            crc = (crc >> 1) ^ (0x82f63b78u & (0u - (crc & 1u)));
+    }
+    return ~crc;
+}

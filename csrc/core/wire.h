@@ -1,0 +1,189 @@
+/* wire.h: the bytes on the wire and the arithmetic of one element. The normative text is docs/wire_format.md.
+ *
+ * This file compiles as C11, as C++17 and in nvcc. It depends on nothing of the project, so that CPU and GPU code share one
+ * definition: what a header looks like, how long a tile's payload is, and how one number is quantised.
+ *
+ *   byte 0        4       8      12      16             24             32             40      48      56      63
+ *        +-------+-------+-------+-------+--------------+--------------+--------------+-------+-------+-------+
+ *        | magic |v c d V|f F B T| frac  |    nelems    | payload bytes|    stream    |seed rnd|tile  n|bkt L C crc
+ *        +-------+-------+-------+-------+--------------+--------------+--------------+-------+-------+-------+
+ */
+#ifndef AGC_WIRE_H
+#define AGC_WIRE_H
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__CUDACC__)
+#define AGC_HD static __host__ __device__ __forceinline__
+#else
+#define AGC_HD static inline
+#endif
+
+#define AGC_WIRE_MAGIC 0x46434741u /* "AGCF", little endian */
+#define AGC_WIRE_VERSION 1u
+#define AGC_WIRE_HEADER_NBYTES 64u
+#define AGC_WIRE_CHECKSUM_NBYTES 4u
+
+/* A tile has at most 65,536 elements, so that an index inside it fits 16 bits, and always a multiple of the granule. */
+#define AGC_TILE_NELEMS_MAX 65536u
+#define AGC_TILE_GRANULE_NELEMS 256u
+/* Each tile's payload is padded to a multiple of this with zero bytes. */
+#define AGC_PAYLOAD_ALIGN_NBYTES 16u
+
+#define AGC_BLOCK_NELEMS_MIN 32u
+#define AGC_BLOCK_NELEMS_MAX 4096u
+#define AGC_BLOCK_NELEMS_DEFAULT 256u
+
+/* Offsets of the header's fields. */
+enum {
+    AGC_WIRE_AT_MAGIC = 0,         /* u32 */
+    AGC_WIRE_AT_VERSION = 4,       /* u8 */
+    AGC_WIRE_AT_CODEC = 5,         /* u8 */
+    AGC_WIRE_AT_DTYPE = 6,         /* u8 */
+    AGC_WIRE_AT_VALUES = 7,        /* u8 */
+    AGC_WIRE_AT_FLAGS = 8,         /* u8 */
+    AGC_WIRE_AT_NFORWARDS = 9,     /* u8 */
+    AGC_WIRE_AT_BLOCK_LOG2 = 10,   /* u8 */
+    AGC_WIRE_AT_TILE_GRANULES = 11, /* u8: tile_nelems / 256 - 1 */
+    AGC_WIRE_AT_FRAC = 12,         /* u32 */
+    AGC_WIRE_AT_NELEMS = 16,       /* u64 */
+    AGC_WIRE_AT_PAYLOAD = 24,      /* u64 */
+    AGC_WIRE_AT_STREAM = 32,       /* u64 */
+    AGC_WIRE_AT_SEED = 40,         /* u32 */
+    AGC_WIRE_AT_ROUND = 44,        /* u32 */
+    AGC_WIRE_AT_FIRST_TILE = 48,   /* u32 */
+    AGC_WIRE_AT_NTILES = 52,       /* u32 */
+    AGC_WIRE_AT_BUCKET = 56,       /* u16 */
+    AGC_WIRE_AT_LANE = 58,         /* u8 */
+    AGC_WIRE_AT_CHUNK_LOG2 = 59,   /* u8 */
+    AGC_WIRE_AT_CHECKSUM = 60,     /* u32: CRC32C of bytes 0..59 */
+};
+
+enum {
+    AGC_FRAME_CHECKSUM = 1 << 0,   /* CRC32C of the payload follows it */
+    AGC_FRAME_STOCHASTIC = 1 << 1, /* agc_spec.rounding */
+    AGC_FRAME_RESULT = 1 << 2,     /* holds a mean from a tile's owner, not a contribution */
+    AGC_FRAME_ABORT = 1 << 3,      /* the sender gave up: no payload; AGC_WIRE_AT_FIRST_TILE holds the rank it blames */
+    AGC_FRAME_KNOWN_FLAGS = (1 << 4) - 1,
+};
+
+/* The one NaN that codecs produce. */
+#define AGC_F32_NAN_BITS 0x7fc00000u
+
+AGC_HD uint32_t agc_f32_bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+AGC_HD float agc_f32_from_bits(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* Little endian loads and stores from any address. Compilers turn them into one move. */
+AGC_HD uint32_t agc_load_u32(const uint8_t *p)
+{
+    return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+}
+
+AGC_HD uint16_t agc_load_u16(const uint8_t *p)
+{
+    return (uint16_t)((uint32_t)p[0] | (uint32_t)p[1] << 8);
+}
+
+AGC_HD uint64_t agc_load_u64(const uint8_t *p)
+{
+    return (uint64_t)agc_load_u32(p) | (uint64_t)agc_load_u32(p + 4) << 32;
+}
+
+AGC_HD void agc_store_u16(uint8_t *p, uint16_t x)
+{
+    p[0] = (uint8_t)x;
+    p[1] = (uint8_t)(x >> 8);
+}
+
+AGC_HD void agc_store_u32(uint8_t *p, uint32_t x)
+{
+    agc_store_u16(p, (uint16_t)x);
+    agc_store_u16(p + 2, (uint16_t)(x >> 16));
+}
+
+AGC_HD void agc_store_u64(uint8_t *p, uint64_t x)
+{
+    agc_store_u32(p, (uint32_t)x);
+    agc_store_u32(p + 4, (uint32_t)(x >> 32));
+}
+
+/* Sum of a decoded value into an accumulator: a NaN is always the same NaN. */
+AGC_HD float agc_acc_add(float acc, float x)
+{
+    float sum = acc + x;
+    return sum == sum ? sum : agc_f32_from_bits(AGC_F32_NAN_BITS);
+}
+
+/* ---- int8: q = round(x * 127 / absmax), x ~ q * scale, scale = absmax / 127 ------------------------------------------------ */
+
+/* Below this absmax the reciprocal would overflow or the scale be subnormal: such a block is divided by its scale instead. */
+#define AGC_Q8_TINY_BITS 0x0d800000u /* 2^-100 */
+/* The largest scale of which 127 times is finite. */
+#define AGC_Q8_SCALE_MAX_BITS 0x7c010203u
+
+/* What a block's largest magnitude (as bits with the sign cleared) makes of it. */
+struct agc_q8 {
+    float scale;   /* goes on the wire */
+    float inverse; /* quantise by multiplication; unused if tiny */
+    int tiny;
+    int finite; /* 0: the block holds a NaN or an infinity; all of it decodes to NaN */
+};
+
+AGC_HD struct agc_q8 agc_q8_from_absmax(uint32_t absmax_bits)
+{
+    struct agc_q8 b;
+    float absmax = agc_f32_from_bits(absmax_bits);
+    b.tiny = 0;
+    b.finite = absmax_bits < 0x7f800000u;
+    if (!b.finite) {
+        b.scale = agc_f32_from_bits(AGC_F32_NAN_BITS);
+        b.inverse = 0.0f;
+        return b;
+    }
+    if (absmax_bits == 0) {
+        b.scale = 0.0f;
+        b.inverse = 0.0f;
+        return b;
+    }
+    b.scale = absmax / 127.0f;
+    if (absmax_bits < AGC_Q8_TINY_BITS) {
+        b.tiny = 1;
+        b.inverse = 0.0f;
+        /* A subnormal quotient may have been rounded down by so much that 127 steps no longer reach absmax. */
+        if (b.scale * 127.0f < absmax)
+            b.scale = agc_f32_from_bits(agc_f32_bits(b.scale) + 1);
+        return b;
+    }
+    if (agc_f32_bits(b.scale) > AGC_Q8_SCALE_MAX_BITS)
+        b.scale = agc_f32_from_bits(AGC_Q8_SCALE_MAX_BITS);
+    b.inverse = 127.0f / absmax;
+    return b;
+}
+
+/* Rounds to nearest, ties to even; exact for |x| < 2^22. */
+AGC_HD float agc_round_even(float x)
+{
+    return (x + 12582912.0f) - 12582912.0f;
+}
+
+/* steps: the element in units of the scale, dither added; returns the quantised number of steps, -127..127. */
+AGC_HD float agc_q8_round(float steps)
+{
+    float q = agc_round_even(steps);
+    q = q > 127.0f ? 127.0f : q;
+    return q < -127.0f ? -127.0f : q;
+}
+
+#endif /* AGC_WIRE_H */

@@ -1,0 +1,90 @@
+/* kernels_avx2.c: the AVX2 tier (with FMA, F16C and BMI2 present, as on every CPU since Haswell; no fused operation is used). */
+#if defined(__x86_64__)
+#if defined(__AVX2__)
+#error "compile without -march or -mavx2: newer instructions would leak into functions that every CPU runs"
+#endif
+#include <immintrin.h>
+
+#include "core/common.h"
+#include "core/kernels.h"
+
+#define SUFFIX avx2
+#define TARGET __attribute__((target("avx2,f16c")))
+#define VL 8
+#define VF __m256
+#define VI __m256i
+#define VH __m128i
+#define VF_LOAD(p) _mm256_loadu_ps(p)
+#define VF_LOAD_BYTES(p) _mm256_castsi256_ps(_mm256_loadu_si256((const __m256i *)(const void *)(p)))
+#define VF_STORE(p, v) _mm256_storeu_ps(p, v)
+#define VF_SET1(x) _mm256_set1_ps(x)
+#define VF_ADD(a, b) _mm256_add_ps(a, b)
+#define VF_SUB(a, b) _mm256_sub_ps(a, b)
+#define VF_MUL(a, b) _mm256_mul_ps(a, b)
+#define VF_MIN(a, b) _mm256_min_ps(a, b)
+#define VF_MAX(a, b) _mm256_max_ps(a, b)
+#define VF_ROUND(a) _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+#define VF_BITS(a) _mm256_castps_si256(a)
+#define VI_AS_VF(a) _mm256_castsi256_ps(a)
+#define VF_FROM_I32(a) _mm256_cvtepi32_ps(a)
+#define VI_FROM_F32(a) _mm256_cvtps_epi32(a)
+#define VI_SET1(x) _mm256_set1_epi32((int)(x))
+#define VI_IOTA _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)
+#define VI_ADD(a, b) _mm256_add_epi32(a, b)
+#define VI_MUL(a, b) _mm256_mullo_epi32(a, b)
+#define VI_XOR(a, b) _mm256_xor_si256(a, b)
+#define VI_AND(a, b) _mm256_and_si256(a, b)
+#define VI_SRL(a, n) _mm256_srli_epi32(a, n)
+#define VI_SLL(a, n) _mm256_slli_epi32(a, n)
+#define VI_MAX_U32(a, b) _mm256_max_epu32(a, b)
+#define VI_HMAX_U32(a) vi_hmax_u32_256(a)
+#define I8_STORE(p, v) i8_store_256(p, v)
+#define I8_LOAD(p) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(p)))
+#define H_LOAD(p) _mm_loadu_si128((const __m128i *)(const void *)(p))
+#define H_STORE(p, h) _mm_storeu_si128((__m128i *)(void *)(p), h)
+#define VH_FROM_I32(v) vh_from_i32_256(v)
+#define VI_FROM_VH(h) _mm256_cvtepu16_epi32(h)
+#define F16_FROM_F32(v) _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+#define F32_FROM_F16(h) _mm256_cvtph_ps(h)
+#define VF_FIX_NAN(v) vf_fix_nan_256(v)
+#define VF_SELECT_FINITE(d, a, b) vf_select_finite_256(d, a, b)
+
+TARGET static inline uint32_t vi_hmax_u32_256(VI v)
+{
+    __m128i m = _mm_max_epu32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    m = _mm_max_epu32(m, _mm_shuffle_epi32(m, _MM_SHUFFLE(1, 0, 3, 2)));
+    m = _mm_max_epu32(m, _mm_shuffle_epi32(m, _MM_SHUFFLE(2, 3, 0, 1)));
+    return (uint32_t)_mm_cvtsi128_si32(m);
+}
+
+TARGET static inline void i8_store_256(uint8_t *p, VI v)
+{
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    _mm_storel_epi64((__m128i *)(void *)p, _mm_packs_epi16(words, words));
+}
+
+TARGET static inline VH vh_from_i32_256(VI v)
+{
+    return _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+}
+
+TARGET static inline VF vf_fix_nan_256(VF v)
+{
+    return _mm256_blendv_ps(v, VI_AS_VF(VI_SET1(AGC_F32_NAN_BITS)), _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+}
+
+TARGET static inline VF vf_select_finite_256(VF d, VF a, VF b)
+{
+    VI magnitude = VI_AND(VF_BITS(d), VI_SET1(0x7fffffffu)); /* below 2^31: a signed comparison does */
+    return _mm256_blendv_ps(b, a, VI_AS_VF(_mm256_cmpgt_epi32(VI_SET1(0x7f800000u), magnitude)));
+}
+
+#include "x86/kernels_template.h"
+
+void agc_kernels_overlay_avx2(struct agc_kernels *k)
+{
+    OVERLAY(k);
+}
+#else
+typedef int agc_kernels_avx2_unused; /* ISO C wants one declaration in a file */
+#endif

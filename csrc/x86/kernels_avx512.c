@@ -1,0 +1,72 @@
+/* kernels_avx512.c: the AVX-512 tier (F, BW, DQ, VL). */
+#if defined(__x86_64__)
+#if defined(__AVX512F__)
+#error "compile without -march or -mavx512f: newer instructions would leak into functions that every CPU runs"
+#endif
+#include <immintrin.h>
+
+#include "core/common.h"
+#include "core/kernels.h"
+
+#define SUFFIX avx512
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define VL 16
+#define VF __m512
+#define VI __m512i
+#define VH __m256i
+#define VF_LOAD(p) _mm512_loadu_ps(p)
+#define VF_LOAD_BYTES(p) _mm512_castsi512_ps(_mm512_loadu_si512(p))
+#define VF_STORE(p, v) _mm512_storeu_ps(p, v)
+#define VF_SET1(x) _mm512_set1_ps(x)
+#define VF_ADD(a, b) _mm512_add_ps(a, b)
+#define VF_SUB(a, b) _mm512_sub_ps(a, b)
+#define VF_MUL(a, b) _mm512_mul_ps(a, b)
+#define VF_MIN(a, b) _mm512_min_ps(a, b)
+#define VF_MAX(a, b) _mm512_max_ps(a, b)
+#define VF_ROUND(a) _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+#define VF_BITS(a) _mm512_castps_si512(a)
+#define VI_AS_VF(a) _mm512_castsi512_ps(a)
+#define VF_FROM_I32(a) _mm512_cvtepi32_ps(a)
+#define VI_FROM_F32(a) _mm512_cvtps_epi32(a)
+#define VI_SET1(x) _mm512_set1_epi32((int)(x))
+#define VI_IOTA _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+#define VI_ADD(a, b) _mm512_add_epi32(a, b)
+#define VI_MUL(a, b) _mm512_mullo_epi32(a, b)
+#define VI_XOR(a, b) _mm512_xor_si512(a, b)
+#define VI_AND(a, b) _mm512_and_si512(a, b)
+#define VI_SRL(a, n) _mm512_srli_epi32(a, n)
+#define VI_SLL(a, n) _mm512_slli_epi32(a, n)
+#define VI_MAX_U32(a, b) _mm512_max_epu32(a, b)
+#define VI_HMAX_U32(a) _mm512_reduce_max_epu32(a)
+#define I8_STORE(p, v) _mm_storeu_si128((__m128i *)(void *)(p), _mm512_cvtepi32_epi8(v))
+#define I8_LOAD(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(p)))
+#define H_LOAD(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
+#define H_STORE(p, h) _mm256_storeu_si256((__m256i *)(void *)(p), h)
+#define VH_FROM_I32(v) _mm512_cvtepi32_epi16(v)
+#define VI_FROM_VH(h) _mm512_cvtepu16_epi32(h)
+#define F16_FROM_F32(v) _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
+#define F32_FROM_F16(h) _mm512_cvtph_ps(h)
+#define VF_FIX_NAN(v) vf_fix_nan_512(v)
+#define VF_SELECT_FINITE(d, a, b) vf_select_finite_512(d, a, b)
+
+TARGET static inline VF vf_fix_nan_512(VF v)
+{
+    __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_mask_blend_ps(nan, v, VI_AS_VF(VI_SET1(AGC_F32_NAN_BITS)));
+}
+
+TARGET static inline VF vf_select_finite_512(VF d, VF a, VF b)
+{
+    VI magnitude = VI_AND(VF_BITS(d), VI_SET1(0x7fffffffu));
+    return _mm512_mask_blend_ps(_mm512_cmplt_epu32_mask(magnitude, VI_SET1(0x7f800000u)), b, a);
+}
+
+#include "x86/kernels_template.h"
+
+void agc_kernels_overlay_avx512(struct agc_kernels *k)
+{
+    OVERLAY(k);
+}
+#else
+typedef int agc_kernels_avx512_unused; /* ISO C wants one declaration in a file */
+#endif
