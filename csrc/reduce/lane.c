@@ -1,0 +1,322 @@
+/* lane.c: the lanes of a bucket. */
+#include "reduce/lane.h"
+
+#include "core/common.h"
+#include "core/elements.h"
+
+/* A run of elements that lie together both in a tile and in a piece. */
+struct run {
+    const struct agc_piece *piece;
+    uint32_t tile_elem;
+    uint32_t nelems;
+    uint64_t piece_elem;
+    uint64_t bucket_elem;
+};
+
+/* First run of tile t. */
+static struct run run_first(const struct agc_lane *lane, uint64_t t)
+{
+    uint64_t lane_elem = t * lane->plan.tile_nelems;
+    const struct agc_piece *piece = &lane->pieces[lane->tile_piece[t]];
+    uint64_t piece_elem = lane_elem - piece->lane_elem;
+    uint64_t nelems = agc_min_u64(agc_plan_tile_nelems(&lane->plan, t), piece->nelems - piece_elem);
+    return (struct run){piece, 0, (uint32_t)nelems, piece_elem, piece->bucket_elem + piece_elem};
+}
+
+/* False after the last run of a tile of tile_nelems. */
+static bool run_next(struct run *r, uint32_t tile_nelems)
+{
+    r->tile_elem += r->nelems;
+    if (r->tile_elem >= tile_nelems)
+        return false;
+    do
+        r->piece++;
+    while (r->piece->nelems == 0);
+    r->nelems = (uint32_t)agc_min_u64(tile_nelems - r->tile_elem, r->piece->nelems);
+    r->piece_elem = 0;
+    r->bucket_elem = r->piece->bucket_elem;
+    return true;
+}
+
+static enum agc_status lane_fill(struct agc_lane *lane, uint32_t index, const struct agc_piece_desc *pieces,
+                                 uint32_t npieces, struct agc_param *params, const struct agc_alloc *alloc)
+{
+    uint64_t bucket_elem = 0, lane_elem = 0;
+    for (uint32_t i = 0; i < npieces; i++) {
+        struct agc_param *param = &params[pieces[i].param];
+        if (pieces[i].lane == index) {
+            lane->pieces[lane->npieces++] = (struct agc_piece){
+                .param = pieces[i].param, .live = true, .bucket_elem = bucket_elem, .lane_elem = lane_elem,
+                .nelems = param->nelems};
+            lane_elem += param->nelems;
+            if (lane->feedback && !param->residual && param->nelems) {
+                param->residual = (float *)alloc->alloc(alloc->ctx, sizeof(float) * param->nelems);
+                if (!param->residual)
+                    return AGC_ERR_NOMEM;
+                memset(param->residual, 0, sizeof(float) * param->nelems);
+            }
+            lane->has_residual |= param->residual != NULL;
+        }
+        bucket_elem += param->nelems;
+    }
+    uint32_t piece = 0;
+    for (uint64_t t = 0; t < lane->plan.ntiles; t++) {
+        while (lane->pieces[piece].lane_elem + lane->pieces[piece].nelems <= t * lane->plan.tile_nelems)
+            piece++;
+        lane->tile_piece[t] = piece;
+    }
+    return AGC_OK;
+}
+
+enum agc_status agc_lane_init(struct agc_lane *lane, const struct agc_lane_desc *desc, uint32_t index, uint32_t dtype,
+                              const struct agc_piece_desc *pieces, uint32_t npieces, struct agc_param *params,
+                              uint32_t nranks, uint32_t rank, const struct agc_alloc *alloc)
+{
+    struct agc_spec spec;
+    uint64_t nelems = 0;
+    uint32_t own = 0;
+    *lane = (struct agc_lane){0};
+    AGC_TRY(agc_spec_resolve(&desc->spec, &spec));
+    if (agc_dtype_nbytes(dtype) == 0)
+        return AGC_ERR_DTYPE;
+    for (uint32_t i = 0; i < npieces; i++) {
+        if (pieces[i].lane == index) {
+            nelems += params[pieces[i].param].nelems;
+            own++;
+        }
+    }
+    if (nelems > (uint64_t)UINT32_MAX * AGC_TILE_GRANULE_NELEMS) /* tiles are counted in 32 bits on the wire */
+        return AGC_ERR_NELEMS;
+    lane->plan = agc_plan_lane(&spec, dtype, nelems, nranks);
+    lane->codec = agc_codec_find(spec.codec);
+    lane->index = index;
+    lane->feedback = desc->feedback && !(lane->codec->flags & AGC_CODEC_LOSSLESS);
+    lane->pieces = (struct agc_piece *)alloc->alloc(alloc->ctx, sizeof *lane->pieces * (own + 1));
+    lane->tile_piece = (uint32_t *)alloc->alloc(alloc->ctx, sizeof *lane->tile_piece * (lane->plan.ntiles + 1));
+    if (!lane->plan.direct && lane->feedback) {
+        lane->owner_residual_nelems =
+            lane->plan.ntiles > rank ? agc_div_up(lane->plan.ntiles - rank, nranks) * lane->plan.tile_nelems : 0;
+        lane->owner_residual = (float *)alloc->alloc(alloc->ctx, sizeof(float) * (lane->owner_residual_nelems + 1));
+        if (lane->owner_residual)
+            memset(lane->owner_residual, 0, sizeof(float) * lane->owner_residual_nelems);
+    }
+    enum agc_status status = AGC_ERR_NOMEM;
+    if (lane->pieces && lane->tile_piece && (lane->owner_residual || !lane->owner_residual_nelems))
+        status = lane_fill(lane, index, pieces, npieces, params, alloc);
+    if (status != AGC_OK)
+        agc_lane_destroy(lane, alloc);
+    return status;
+}
+
+void agc_lane_destroy(struct agc_lane *lane, const struct agc_alloc *alloc)
+{
+    void *const owned[] = {lane->pieces, lane->tile_piece, lane->owner_residual};
+    for (int i = 0; i < 3; i++)
+        if (owned[i])
+            alloc->release(alloc->ctx, owned[i]);
+    *lane = (struct agc_lane){0};
+}
+
+static uint8_t *bucket_at(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t elem)
+{
+    return c->bucket + elem * agc_dtype_nbytes(lane->plan.dtype);
+}
+
+void agc_lane_mark_live(struct agc_lane *lane, const struct agc_lane_context *c)
+{
+    if (!lane->has_residual)
+        return; /* nothing is kept back: zeros may as well be sent as what they are */
+    uint64_t mask = agc_dtype_zero_mask(lane->plan.dtype);
+    for (uint32_t i = 0; i < lane->npieces; i++) {
+        struct agc_piece *p = &lane->pieces[i];
+        p->live = c->kernels->any_nonzero(bucket_at(lane, c, p->bucket_elem),
+                                          p->nelems * agc_dtype_nbytes(lane->plan.dtype), mask);
+    }
+}
+
+struct agc_tile agc_lane_tile(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t)
+{
+    return (struct agc_tile){
+        .kernels = c->kernels,
+        .spec = lane->plan.spec,
+        .dtype = lane->plan.dtype,
+        .nelems = agc_plan_tile_nelems(&lane->plan, t),
+        .rng = agc_rng_key(c->seed, c->round, c->bucket_index, lane->index, t * lane->plan.tile_nelems),
+    };
+}
+
+/* The bucket holds the work type. */
+static bool is_work_dtype(const struct agc_lane *lane)
+{
+    return lane->plan.dtype == AGC_DTYPE_F32 || agc_tile_is_f64(lane->codec, lane->plan.dtype);
+}
+
+static size_t work_nbytes(const struct agc_lane *lane)
+{
+    return agc_tile_is_f64(lane->codec, lane->plan.dtype) ? sizeof(double) : sizeof(float);
+}
+
+/* Copies a run from the bucket into the work type. */
+static void run_load(const struct agc_lane *lane, const struct agc_lane_context *c, const struct run *r, void *x)
+{
+    const uint8_t *src = bucket_at(lane, c, r->bucket_elem);
+    uint8_t *dst = (uint8_t *)x + r->tile_elem * work_nbytes(lane);
+    if (is_work_dtype(lane))
+        memcpy(dst, src, r->nelems * work_nbytes(lane));
+    else
+        agc_elements_load(c->kernels, lane->plan.dtype, src, r->nelems, (float *)x + r->tile_elem);
+}
+
+/* Takes back the residual of a run that was encoded through scratch. A run that is not live kept its own, and adds what its zeros cost in
+ * blocks that it shares: nothing, where zero stays zero. */
+static void residual_put(float *residual, const float *scratch_residual, uint32_t nelems, bool live)
+{
+    if (live) {
+        memcpy(residual, scratch_residual, nelems * sizeof(float));
+        return;
+    }
+    for (uint32_t i = 0; i < nelems; i++)
+        residual[i] += scratch_residual[i];
+}
+
+void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t, uint8_t *dst)
+{
+    struct agc_tile tile = agc_lane_tile(lane, c, t);
+    struct run r = run_first(lane, t);
+    bool lossless = (lane->codec->flags & AGC_CODEC_LOSSLESS) != 0;
+
+    if (lossless && !lane->has_residual) { /* the bucket's own bytes */
+        size_t elem_nbytes = agc_dtype_nbytes(lane->plan.dtype), nbytes = tile.nelems * elem_nbytes;
+        do
+            memcpy(dst + r.tile_elem * elem_nbytes, bucket_at(lane, c, r.bucket_elem), r.nelems * elem_nbytes);
+        while (run_next(&r, tile.nelems));
+        memset(dst + nbytes, 0, agc_tile_nbytes(&tile.spec, tile.dtype, tile.nelems) - nbytes);
+        return;
+    }
+
+    void *x = c->scratch->x;
+    if (r.nelems == tile.nelems) { /* one piece: in place */
+        float *residual = c->params[r.piece->param].residual;
+        if (is_work_dtype(lane))
+            x = bucket_at(lane, c, r.bucket_elem);
+        else
+            run_load(lane, c, &r, x);
+        agc_tile_encode(lane->codec, &tile, x, residual && r.piece->live ? residual + r.piece_elem : NULL, dst);
+        return;
+    }
+
+    /* Several pieces: gather. A piece whose gradient is all zero takes part with a residual of zero and keeps its own. */
+    float *scratch_residual = lane->has_residual ? c->scratch->residual : NULL;
+    struct run first = r;
+    do {
+        run_load(lane, c, &r, x);
+        if (scratch_residual) {
+            const float *residual = c->params[r.piece->param].residual;
+            if (residual && r.piece->live)
+                memcpy(scratch_residual + r.tile_elem, residual + r.piece_elem, r.nelems * sizeof(float));
+            else
+                memset(scratch_residual + r.tile_elem, 0, r.nelems * sizeof(float));
+        }
+    } while (run_next(&r, tile.nelems));
+    agc_tile_encode(lane->codec, &tile, x, scratch_residual, dst);
+    if (!scratch_residual)
+        return;
+    r = first;
+    do {
+        float *residual = c->params[r.piece->param].residual;
+        if (residual)
+            residual_put(residual + r.piece_elem, scratch_residual + r.tile_elem, r.nelems, r.piece->live);
+    } while (run_next(&r, tile.nelems));
+}
+
+/* The run of a mean has a non-zero. */
+static bool run_is_live(const struct agc_lane_context *c, const struct run *r, const float *mean)
+{
+    return c->kernels->any_nonzero((const uint8_t *)(mean + r->tile_elem), r->nelems * sizeof(float),
+                                   agc_dtype_zero_mask(AGC_DTYPE_F32));
+}
+
+void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t, void *mean, uint8_t *dst)
+{
+    struct agc_tile tile = agc_lane_tile(lane, c, t);
+    if (!lane->owner_residual) {
+        agc_tile_encode(lane->codec, &tile, mean, NULL, dst);
+        return;
+    }
+    /* A parameter used by no rank has a mean of zeros. DDP throws its result away, so the residual must not be sent with it. */
+    float *residual = lane->owner_residual + t / lane->plan.nranks * lane->plan.tile_nelems;
+    float *x = (float *)mean; /* a lane with feedback is lossy, so its work type is float */
+    const struct run first = run_first(lane, t);
+    bool any_live = false, all_live = true;
+    struct run r = first;
+    do {
+        bool live = run_is_live(c, &r, x);
+        any_live |= live;
+        all_live &= live;
+    } while (run_next(&r, tile.nelems));
+    if (all_live || !any_live) {
+        agc_tile_encode(lane->codec, &tile, x, all_live ? residual : NULL, dst);
+        return;
+    }
+    float *scratch_residual = c->scratch->residual;
+    r = first;
+    do {
+        if (run_is_live(c, &r, x))
+            memcpy(scratch_residual + r.tile_elem, residual + r.tile_elem, r.nelems * sizeof(float));
+        else
+            memset(scratch_residual + r.tile_elem, 0, r.nelems * sizeof(float));
+    } while (run_next(&r, tile.nelems));
+    agc_tile_encode(lane->codec, &tile, x, scratch_residual, dst);
+    r = first;
+    do
+        residual_put(residual + r.tile_elem, scratch_residual + r.tile_elem, r.nelems, run_is_live(c, &r, x));
+    while (run_next(&r, tile.nelems));
+}
+
+void *agc_lane_tile_out(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t)
+{
+    struct run r = run_first(lane, t);
+    if (is_work_dtype(lane) && r.nelems == agc_plan_tile_nelems(&lane->plan, t))
+        return bucket_at(lane, c, r.bucket_elem);
+    return c->scratch->x;
+}
+
+void agc_lane_tile_put(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t, const void *out)
+{
+    if (out != (const void *)c->scratch->x)
+        return;
+    struct run r = run_first(lane, t);
+    do {
+        uint8_t *dst = bucket_at(lane, c, r.bucket_elem);
+        const uint8_t *src = (const uint8_t *)out + r.tile_elem * work_nbytes(lane);
+        if (is_work_dtype(lane))
+            memcpy(dst, src, r.nelems * work_nbytes(lane));
+        else
+            agc_elements_store(c->kernels, lane->plan.dtype, (const float *)out + r.tile_elem, r.nelems, dst);
+    } while (run_next(&r, agc_plan_tile_nelems(&lane->plan, t)));
+}
+
+void agc_lane_add_owner_residual(const struct agc_lane *lane, uint32_t param, uint32_t rank, float *dst)
+{
+    if (!lane->owner_residual)
+        return;
+    float nranks = (float)lane->plan.nranks;
+    for (uint64_t t = rank; t < lane->plan.ntiles; t += lane->plan.nranks) {
+        const float *owed = lane->owner_residual + t / lane->plan.nranks * lane->plan.tile_nelems;
+        struct run r = run_first(lane, t);
+        do
+            for (uint32_t i = 0; r.piece->param == param && i < r.nelems; i++)
+                dst[r.piece_elem + i] += nranks * owed[r.tile_elem + i];
+        while (run_next(&r, agc_plan_tile_nelems(&lane->plan, t)));
+    }
+}
+
+void agc_lane_fold_owner_residual(struct agc_lane *lane, struct agc_param *params, uint32_t rank)
+{
+    if (!lane->owner_residual)
+        return;
+    for (uint32_t i = 0; i < lane->npieces; i++)
+        if (params[lane->pieces[i].param].residual)
+            agc_lane_add_owner_residual(lane, lane->pieces[i].param, rank, params[lane->pieces[i].param].residual);
+    memset(lane->owner_residual, 0, sizeof(float) * lane->owner_residual_nelems);
+}
