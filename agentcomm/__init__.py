@@ -1,0 +1,84 @@
+"""agentcomm: a communication layer for PyTorch that sends compressed, chunked gradients.
+
+``import agentcomm`` costs nothing: names load at first use, and torch with them.
+
+Example:
+    handle = agentcomm.attach(ddp, "int8")    # ddp: a DistributedDataParallel module
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from agentcomm.collectives import Work, all_reduce
+    from agentcomm.errors import (
+        AgentCommError,
+        FrameError,
+        MismatchError,
+        PeerError,
+        SpecError,
+        StateError,
+    )
+    from agentcomm.frames import codecs, decode, encode
+    from agentcomm.hook import Handle, HookState, attach, comm_hook
+    from agentcomm.specs import Bf16, Codec, Fp16, Int8, Raw
+    from agentcomm.stats import BucketStats, Stats
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "agentcomm.collectives": ("Work", "all_reduce"),
+    "agentcomm.errors": (
+        "AgentCommError",
+        "FrameError",
+        "MismatchError",
+        "PeerError",
+        "SpecError",
+        "StateError",
+    ),
+    "agentcomm.frames": ("codecs", "decode", "encode"),
+    "agentcomm.hook": ("Handle", "HookState", "attach", "comm_hook"),
+    "agentcomm.specs": ("Bf16", "Codec", "Fp16", "Int8", "Raw"),
+    "agentcomm.stats": ("BucketStats", "Stats"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "AgentCommError",
+    "Bf16",
+    "BucketStats",
+    "Codec",
+    "Fp16",
+    "FrameError",
+    "Handle",
+    "HookState",
+    "Int8",
+    "MismatchError",
+    "PeerError",
+    "Raw",
+    "SpecError",
+    "StateError",
+    "Stats",
+    "Work",
+    "all_reduce",
+    "attach",
+    "codecs",
+    "comm_hook",
+    "decode",
+    "encode",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its module (PEP 562)."""
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'agentcomm' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,192 @@
+"""One engine of the core, from Python: what DDP hooks and ``all_reduce`` share."""
+
+import atexit
+import hashlib
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from agentcomm import _core, errors
+from agentcomm._rendezvous import Meeting, Members
+from agentcomm._tensors import capsule
+from agentcomm.errors import SpecError, StateError
+from agentcomm.specs import SpecTuple
+
+logger = logging.getLogger("agentcomm")
+
+LATE_S = 10.0
+
+Lane = tuple[SpecTuple, bool]
+
+_live: "weakref.WeakSet[Exchange]" = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    # The engines' threads call into Python, so they must end before the interpreter does.
+    for exchange in list(_live):
+        exchange.close()
+
+
+class _Failure:
+    """Stands for the result of a future that failed.
+
+    DDP reads a hook's result in C++, where it would turn any exception into a RuntimeError. But to complain that
+    this object is no tensor it asks for its text; raising there makes ``backward()`` raise our exception,
+    with its own type.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __str__(self) -> str:
+        raise self._error
+
+
+def _set_failed(future: torch.futures.Future[Any], error: BaseException) -> None:
+    """Make a future fail, for those who wait in Python and for DDP's C++ alike."""
+
+    def unwrap(_: object) -> None:
+        raise error
+
+    future._set_unwrap_func(unwrap)  # what Future.set_exception does, with another value
+    future.set_result(_Failure(error))
+
+
+Token = tuple[torch.futures.Future[Any], Any]
+
+
+def _on_done(
+    kept: tuple[Token, object], failure: tuple[str, str, str, int] | None
+) -> None:
+    """Complete a future: called by the progress thread, which holds the GIL for just this."""
+    future, value = kept[0]
+    if failure is None:
+        future.set_result(value)
+        return
+    class_name, status, text, rank = failure
+    error = getattr(errors, class_name)(text)
+    error.status, error.rank = status, rank
+    _set_failed(future, error)
+
+
+def _on_late(rank: int, round_: int, bucket: int, seconds: float) -> None:
+    logger.warning(
+        "rank %d has kept this rank waiting for %.1f s in round %d bucket %d", rank, seconds, round_, bucket
+    )
+
+
+def chunk_log2_of(chunk_nbytes: int | str) -> int:
+    """Return log2 of a chunk size, 0 for "auto".
+
+    Raises:
+        SpecError: neither "auto" nor a number in range.
+    """
+    low, high = 1 << _core.CHUNK_LOG2_MIN, 1 << _core.CHUNK_LOG2_MAX
+    if chunk_nbytes == "auto":
+        return 0
+    if isinstance(chunk_nbytes, bool) or not isinstance(chunk_nbytes, int) or not low <= chunk_nbytes <= high:
+        raise SpecError(
+            f'chunk_nbytes={chunk_nbytes!r} is out of range; it must be "auto" or a number of dense bytes in'
+            f" {low}..{high} (rounded down to a power of two)"
+        )
+    return chunk_nbytes.bit_length() - 1
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Raise SpecError unless the timeout is None or a positive number of seconds."""
+    if timeout_s is None:
+        return
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e8:
+        raise SpecError(f"timeout_s={timeout_s!r} is out of range; it must be None or seconds above 0")
+
+
+class Exchange:
+    """Connections to the members of a group, and the engine that uses them."""
+
+    def __init__(
+        self, meeting: Meeting, config: dict[str, Any], seed: int, chunk_log2: int, elem_nbytes_max: int
+    ) -> None:
+        """Meet the other ranks: a collective.
+
+        Args:
+            meeting: the attempt.
+            config: settings that must be equal on all ranks; those under "local" need not be.
+            seed: of random numbers.
+            chunk_log2: 0 for "auto"; rank 0's is taken.
+            elem_nbytes_max: largest element of any tensor that will be exchanged.
+
+        Raises:
+            PeerError: a rank did not come in time.
+            MismatchError: settings differ between ranks.
+        """
+        members = meeting.members
+        self.members: Members = members
+        mine = config | {"local": {"chunk_log2": chunk_log2}}
+        meeting.publish(mine)
+        configs = meeting.compare(mine)
+        digest = hashlib.blake2b(
+            repr((meeting.name, sorted(config.items()))).encode(), digest_size=8
+        ).digest()
+        self._engine = _core.Engine(
+            transport=meeting.connect(),
+            stream=int.from_bytes(digest, "little"),
+            seed=seed,
+            chunk_log2=configs[0]["local"]["chunk_log2"],
+            elem_nbytes_max=elem_nbytes_max,
+            timeout_s=meeting.timeout_s,
+            late_s=min(LATE_S, meeting.timeout_s / 4),
+            rank_names=members.global_ranks,
+            on_done=_on_done,
+            on_late=_on_late,
+        )
+        self.closed = False
+        self.add_param: Callable[[int], int] = self._engine.add_param
+        self.reset_buckets: Callable[[], None] = self._engine.reset_buckets
+        self.stats: Callable[[], dict[str, Any]] = self._engine.stats
+        self.bucket_stats: Callable[[int], dict[str, Any] | None] = self._engine.bucket_stats
+        self.residual_norm: Callable[[], float] = self._engine.residual_norm
+        self.clear_residuals: Callable[[], None] = self._engine.clear_residuals
+        _live.add(self)
+
+    def define_bucket(
+        self,
+        index: int,
+        dtype: int,
+        params: list[int],
+        lane_of: list[int],
+        lanes: list[Lane],
+        *,
+        sum_: bool = False,
+    ) -> None:
+        """Describe a bucket: its parameters in order of memory, and the lane of each."""
+        if len(lanes) > 255:
+            raise SpecError(f"a bucket has {len(lanes)} different codecs; at most 255 are possible")
+        self._engine.define_bucket(index, dtype, params, lane_of, lanes, sum_)
+
+    def submit(
+        self, index: int, round_: int, nforwards: int, tensor: torch.Tensor, value: object
+    ) -> torch.futures.Future[Any]:
+        """Start the exchange of a real tensor in place; the future's result is ``value``."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        self._engine.submit(index, round_ & 0xFFFFFFFF, nforwards, capsule(tensor), (future, value))
+        return future
+
+    def residual(self, param: int, nelems: int, *, owner: bool = True) -> torch.Tensor:
+        """Return a copy of what this rank owes of a parameter, the owner's part times n included."""
+        out = torch.empty(nelems, dtype=torch.float32)
+        self._engine.residual(param, owner, capsule(out))
+        return out
+
+    def close(self) -> None:
+        """End the threads and the connections; idempotent."""
+        self.closed = True
+        self._engine.close()
+
+    def check_open(self) -> None:
+        """Raise StateError if it is closed."""
+        if self.closed:
+            raise StateError("the handle is closed; call agentcomm.attach again")

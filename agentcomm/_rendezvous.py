@@ -1,0 +1,147 @@
+"""How the handles of a process group find each other, compare their settings and connect.
+
+Everything goes through the group's store, under keys that only its members read: no collective of ours is ever
+queued on the script's own group, where it could pair up with one of the script's. The connections
+are a gloo group of their own. It is built directly from the store; ``torch.distributed.new_group`` would have
+to be called by every rank of the job, and with ``use_local_synchronization`` it derives its name from how
+many groups *this* rank has made, which hangs where ranks have different histories.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from agentcomm.errors import MismatchError, PeerError, StateError
+
+_FALLBACK_TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """A process group, seen from one of its ranks."""
+
+    group: dist.ProcessGroup
+    store: dist.Store
+    rank: int
+    nranks: int
+    global_ranks: list[int]
+
+
+def members_of(group: dist.ProcessGroup | None) -> Members:
+    """Return the members of a group, ``None`` being WORLD.
+
+    Raises:
+        StateError: torch.distributed is not initialised, or this rank is outside the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise StateError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group first"
+        )
+    if group is None:
+        group = dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
+        raise StateError(f"this rank is no member of the group {group!r}")
+    _, store = distributed_c10d._world.pg_map[group]
+    ranks = dist.get_process_group_ranks(group)
+    return Members(group, store, dist.get_rank(group), dist.get_world_size(group), ranks)
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """Return the timeout that the group was made with, in seconds."""
+    for device in ("cpu", "cuda"):
+        try:
+            options = group._get_backend(torch.device(device)).options
+            return float(options._timeout.total_seconds())
+        except (RuntimeError, AttributeError):
+            continue
+    return _FALLBACK_TIMEOUT_S
+
+
+class Meeting:
+    """One attempt of all members to connect; the k-th of one rank meets the k-th of the others."""
+
+    def __init__(self, members: Members, timeout_s: float) -> None:
+        """Open the attempt.
+
+        Args:
+            members: who takes part.
+            timeout_s: how long to wait for the others.
+        """
+        self.members = members
+        self.timeout_s = timeout_s
+        attempt = members.store.add(f"agentcomm/attempts/{members.rank}", 1)
+        self.name = f"agentcomm/{members.group.group_name}/{attempt}"
+        self._prefix = f"agentcomm/{attempt}"
+
+    def publish(self, config: dict[str, Any]) -> None:
+        """Tell the others this rank's settings, or ``{"error": text}`` if it cannot take part."""
+        self.members.store.set(f"{self._prefix}/config/{self.members.rank}", json.dumps(config))
+
+    def compare(self, config: dict[str, Any]) -> list[dict[str, Any]]:
+        """Wait for everybody's settings and compare them with this rank's.
+
+        Raises:
+            PeerError: a rank did not come in time.
+            MismatchError: settings differ, or a rank could not take part; on every rank.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        configs = [self._read(rank, deadline) for rank in range(self.members.nranks)]
+        for rank, other in enumerate(configs):
+            if "error" in other:
+                name = self.members.global_ranks[rank]
+                raise MismatchError(f"rank {name} could not attach: {other['error']}")
+        for rank, other in enumerate(configs):
+            for key in sorted({*config, *other} - {"local"}):
+                if config.get(key) == other.get(key):
+                    continue
+                here, there = self.members.global_ranks[self.members.rank], self.members.global_ranks[rank]
+                raise MismatchError(
+                    f"the ranks are configured differently: {key} is {config.get(key)!r} on rank {here}"
+                    f" and {other.get(key)!r} on rank {there}; pass the same to every rank"
+                )
+        return configs
+
+    def _read(self, rank: int, deadline: float) -> dict[str, Any]:
+        key = f"{self._prefix}/config/{rank}"
+        left_s = max(deadline - time.monotonic(), 0.001)
+        try:
+            self.members.store.wait([key], timedelta(seconds=left_s))
+            loaded: dict[str, Any] = json.loads(self.members.store.get(key))
+        except RuntimeError as error:
+            name = self.members.global_ranks[rank]
+            raise PeerError(
+                f"rank {name} did not register agentcomm within {self.timeout_s:.1f} s (timeout_s): it is gone,"
+                " or its script does not call attach() or register the hook, which every rank of the"
+                f" group must do ({str(error).splitlines()[0][:200]})"
+            ) from None
+        return loaded
+
+    def connect(self) -> object:
+        """Connect the members; returns the transport, a capsule for ``_core.Engine``."""
+        from agentcomm._extension import c10d
+
+        members, timeout = self.members, timedelta(seconds=self.timeout_s)
+        store = dist.PrefixStore(f"{self._prefix}/gloo", members.store)
+        try:
+            backend = dist.ProcessGroupGloo(store, members.rank, members.nranks, timeout=timeout)
+        except RuntimeError as error:
+            raise PeerError(
+                f"the ranks of group {members.global_ranks} could not connect within {self.timeout_s:.1f} s:"
+                f" {str(error).splitlines()[0][:300]}"
+            ) from error
+        group = dist.ProcessGroup(store, members.rank, members.nranks)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        group._set_group_name(self.name)
+        # The transport finds the group by its name, and from then on holds it alone.
+        torch._C._distributed_c10d._register_process_group(self.name, group)
+        try:
+            return c10d().open(self.name)
+        finally:
+            torch._C._distributed_c10d._unregister_process_group(self.name)

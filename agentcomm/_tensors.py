@@ -1,0 +1,42 @@
+"""Tensors on their way into the core."""
+
+import torch
+from torch.utils.dlpack import to_dlpack
+
+from agentcomm.errors import SpecError
+
+# enum agc_dtype
+DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float64: 4}
+DTYPE_OF_ID = {number: dtype for dtype, number in DTYPES.items()}
+_SUPPORTED = "float32, float16, bfloat16, float64, complex64 and complex128 are supported"
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor as the real one that shares its memory, any other as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def dtype_id(dtype: torch.dtype) -> int:
+    """Return the core's number of a real data type.
+
+    Raises:
+        SpecError: it has none.
+    """
+    number = DTYPES.get(dtype)
+    if number is None:
+        raise SpecError(f"dtype {dtype} is not supported; {_SUPPORTED}")
+    return number
+
+
+def check_device(tensor: torch.Tensor, what: str) -> None:
+    """Raise SpecError unless the tensor lies in main memory."""
+    if tensor.device.type != "cpu":
+        raise SpecError(
+            f"{what} is on device {tensor.device}; this version exchanges tensors on the CPU only:"
+            " move the model to the CPU, or leave this one to plain DDP"
+        )
+
+
+def capsule(tensor: torch.Tensor) -> object:
+    """Return a DLPack capsule of a real tensor; it keeps the memory alive."""
+    return to_dlpack(tensor.detach())

@@ -1,0 +1,152 @@
+"""Encoding and decoding of single tensors, without any communication."""
+
+from typing import Any
+
+import torch
+
+from agentcomm import _core
+from agentcomm._tensors import DTYPE_OF_ID, as_real, capsule, check_device, dtype_id
+from agentcomm.errors import SpecError
+from agentcomm.specs import Codec, codec_table, parse
+
+
+def codecs() -> list[dict[str, Any]]:
+    """Return a table of the codecs of this build.
+
+    Returns:
+        One dict per codec: name, id, block_nelems (default number of elements that share a scale, 0 for
+        none), bits_per_element (for float32), lossless, feedback (whether ``"auto"`` keeps a residual),
+        stochastic (whether it offers stochastic rounding), zero_stays_zero, cuda.
+
+    Example:
+        >>> [row["name"] for row in codecs()]
+        ['raw', 'fp16', 'bf16', 'int8']
+    """
+    nelems = 1 << 24
+    table = []
+    for row in codec_table().values():
+        nbytes = _core.frame_nbytes((row["id"], 0, 0, 0, 0), 1, nelems, False) - _core.HEADER_NBYTES
+        table.append(row | {"bits_per_element": 8 * nbytes / nelems, "cuda": False})
+    return table
+
+
+def _check_dense(tensor: torch.Tensor, what: str) -> None:
+    check_device(tensor, what)
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise SpecError(f"{what} is not dense and contiguous; pass {what}.contiguous() or .to_dense()")
+
+
+def encode(
+    tensor: torch.Tensor,
+    spec: str | Codec,
+    *,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    nthreads: int = 1,
+    seed: int = 0,
+    checksum: bool = False,
+) -> torch.Tensor:
+    """Encode a tensor into one self-describing frame.
+
+    Shapes:
+        tensor: any shape, contiguous, CPU; float32, float16, bfloat16, float64 or complex.
+        residual: as many elements as tensor (twice as many if complex), float32, contiguous.
+        out: (nbytes,) uint8 with room for the frame.
+        returns: (frame_nbytes,) uint8.
+
+    Args:
+        tensor: what to encode.
+        spec: the codec.
+        residual: is added to the tensor before encoding and holds the loss afterwards (error feedback);
+            where tensor plus residual is not finite it stays as it was.
+        out: memory for the frame; a new tensor without it.
+        nthreads: threads to use; this version has one.
+        seed: of the random numbers of stochastic rounding.
+        checksum: add a CRC32C of the payload, which ``decode`` then checks.
+
+    Returns:
+        The frame; a view of ``out`` if that was given.
+
+    Raises:
+        SpecError: a spec, shape, device or data type that does not fit.
+        FrameError: ``out`` is too small.
+
+    Determinism:
+        The same arguments give the same bytes on every machine.
+
+    Example:
+        >>> frame = encode(torch.ones(1000), "int8")
+        >>> frame.numel()
+        1088
+    """
+    codec = parse(spec)
+    if nthreads < 1:
+        raise SpecError(f"nthreads={nthreads} is out of range; it must be at least 1")
+    if not 0 <= seed < 1 << 32:
+        raise SpecError(f"seed={seed} is out of range; it must be in 0..2^32-1")
+    _check_dense(tensor, "tensor")
+    real = as_real(tensor)
+    nbytes = _core.frame_nbytes(codec.to_tuple(), dtype_id(real.dtype), real.numel(), checksum)
+    if residual is not None:
+        _check_dense(residual, "residual")
+        if residual.dtype != torch.float32 or residual.numel() != real.numel():
+            raise SpecError(
+                f"residual is {residual.numel()} x {residual.dtype}; it must be {real.numel()} x torch.float32"
+            )
+    if out is None:
+        out = torch.empty(nbytes, dtype=torch.uint8)
+    else:
+        _check_dense(out, "out")
+        if out.dtype != torch.uint8 or out.numel() < nbytes:
+            raise SpecError(f"out is {out.numel()} x {out.dtype}; the frame needs {nbytes} x torch.uint8")
+    _core.encode(
+        codec.to_tuple(),
+        capsule(real),
+        None if residual is None else capsule(residual),
+        seed,
+        checksum,
+        capsule(out.view(-1)),
+    )
+    return out.view(-1)[:nbytes]
+
+
+def decode(frame: torch.Tensor, *, out: torch.Tensor | None = None, add: bool = False) -> torch.Tensor:
+    """Decode a frame.
+
+    Shapes:
+        frame: (nbytes,) uint8, contiguous, CPU; may be longer than the frame.
+        out: any shape with as many elements as were encoded, contiguous, CPU.
+        returns: out, or (nelems,) of the frame's data type.
+
+    Args:
+        frame: what ``encode`` returned; need not be trusted.
+        out: where to decode to; may have another data type than the frame.
+        add: add to what out holds.
+
+    Raises:
+        FrameError: the frame is cut short, damaged or of another version. ``out`` is as it was.
+        SpecError: ``out`` does not fit, or ``add`` without ``out``.
+
+    Determinism:
+        The same frame gives the same bits on every machine.
+
+    Example:
+        >>> decode(encode(torch.tensor([1.0, -2.0, 0.0]), "int8"))
+        tensor([ 1.0079, -2.0000,  0.0000])
+    """
+    _check_dense(frame, "frame")
+    if frame.dtype != torch.uint8:
+        raise SpecError(f"frame is {frame.dtype}; a frame is a tensor of torch.uint8")
+    packed = capsule(frame.view(-1))
+    info = _core.frame_info(packed)
+    if out is None:
+        if add:
+            raise SpecError("add=True needs out=, the tensor to add to")
+        out = torch.empty(info["nelems"], dtype=DTYPE_OF_ID[info["dtype"]])
+    _check_dense(out, "out")
+    real = as_real(out)
+    dtype_id(real.dtype)
+    if real.numel() != info["nelems"]:
+        raise SpecError(f"out has {real.numel()} elements; the frame holds {info['nelems']}")
+    _core.decode(packed, capsule(real), add)
+    return out

@@ -1,0 +1,585 @@
+"""The DDP communication hook: ``attach``, ``HookState`` and ``comm_hook``."""
+
+import fnmatch
+import hashlib
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from agentcomm import _core
+from agentcomm._exchange import Exchange, Lane, check_timeout, chunk_log2_of
+from agentcomm._rendezvous import Meeting, Members, group_timeout_s, members_of
+from agentcomm._tensors import as_real, check_device, dtype_id
+from agentcomm.errors import AgentCommError, SpecError, StateError
+from agentcomm.specs import Codec, Raw, check_rounding, parse, suggest, with_rounding
+from agentcomm.stats import BucketStats, Stats
+
+Feedback = bool | str
+_RAW = Raw()
+
+
+def _check_whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise SpecError(f"{name}={value!r} is out of range; it must be a whole number in {low}..{high}")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The keywords of ``attach``, checked.
+
+    Attributes and their meaning: see ``attach``.
+    """
+
+    spec: str | Codec = "int8"
+    chunk_nbytes: int | str = "auto"
+    feedback: Feedback = "auto"
+    rules: Mapping[str, str | Codec] = field(default_factory=dict)
+    min_compress_nelems: int = 1024
+    warmup_nrounds: int = 0
+    rounding: str | None = None
+    seed: int = 0
+    timeout_s: float | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            SpecError: names the field, its value and what it may be.
+        """
+        self.codec()
+        self.rule_codecs()
+        chunk_log2_of(self.chunk_nbytes)
+        check_timeout(self.timeout_s)
+        if self.feedback not in (True, False, "auto"):
+            raise SpecError(f'feedback={self.feedback!r} is unknown; it must be True, False or "auto"')
+        if self.rounding is not None:
+            check_rounding(self.rounding)
+        _check_whole("min_compress_nelems", self.min_compress_nelems, 0, 1 << 62)
+        _check_whole("warmup_nrounds", self.warmup_nrounds, 0, 1 << 31)
+        _check_whole("seed", self.seed, 0, (1 << 32) - 1)
+        if self.feedback is True and self.codec().lossless:
+            raise SpecError(
+                f"feedback=True with the lossless codec {self.codec()}: it has no loss to keep;"
+                ' leave feedback at "auto"'
+            )
+
+    def codec(self) -> Codec:
+        """Return the codec of the parameters that no rule names."""
+        return with_rounding(parse(self.spec), self.rounding)
+
+    def rule_codecs(self) -> dict[str, Codec]:
+        """Return the rules with their codecs parsed."""
+        return {pattern: with_rounding(parse(spec), self.rounding) for pattern, spec in self.rules.items()}
+
+    def lane(self, codec: Codec) -> Lane:
+        """Return the lane of a codec: its spec and whether it keeps a residual."""
+        if self.feedback == "auto":
+            return codec.to_tuple(), codec.feedback_default
+        return codec.to_tuple(), bool(self.feedback) and not codec.lossless
+
+    def config(self) -> dict[str, Any]:
+        """Return the settings that must be equal on all ranks."""
+        return {
+            "wire version": _core.WIRE_VERSION,
+            "spec": str(self.codec()),
+            "rules": {pattern: str(codec) for pattern, codec in self.rule_codecs().items()},
+            "min_compress_nelems": self.min_compress_nelems,
+            "feedback": self.feedback,
+            "warmup_nrounds": self.warmup_nrounds,
+            "seed": self.seed,
+            "name": self.name,
+        }
+
+
+class _Names:
+    """Names of a module's parameters; a tied parameter has several."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        if isinstance(module, DistributedDataParallel):
+            module = module.module
+        self.of: dict[int, list[str]] = {}
+        described = []
+        for name, param in module.named_parameters(remove_duplicate=False):
+            self.of.setdefault(id(param), []).append(name)
+            described.append(f"{name} {tuple(param.shape)} {param.dtype}")
+        self.all = [name for names in self.of.values() for name in names]
+        self.digest = hashlib.blake2b("\n".join(described).encode(), digest_size=8).hexdigest()
+        self.elem_nbytes_max = max((as_real(p.detach()).element_size() for p in module.parameters()), default=4)
+
+    def check_patterns(self, what: str, patterns: Mapping[str, object]) -> None:
+        """Raise SpecError for a pattern that matches no name."""
+        for pattern in patterns:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in self.all):
+                near = suggest(pattern, self.all) or f"; there are {', '.join(self.all[:8])}, ..."
+                raise SpecError(f"pattern {pattern!r} in {what} matches no parameter{near}")
+
+
+def _world_size_one_future(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future
+
+
+def _dense_allreduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Average over the script's own group, as plain DDP does."""
+    nranks = dist.get_world_size(group)
+    if not tensor.is_sparse:
+        tensor.div_(nranks)
+    future = dist.all_reduce(tensor, group=group, async_op=True).get_future()
+
+    def result(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        value = done.value()[0]
+        return value.div_(nranks) if value.is_sparse else value
+
+    return future.then(result)
+
+
+class Handle:
+    """A live connection between DDP and the core. Made by ``attach``.
+
+    Its methods may be called from any thread. ``close`` and ``set_codec`` must be called on every rank.
+    """
+
+    def __init__(self, options: Options, module: torch.nn.Module | None, group: dist.ProcessGroup | None) -> None:
+        """Meet the other ranks: a collective. See ``attach``."""
+        self._options = options
+        self._codec = options.codec()
+        self._rules = options.rule_codecs()
+        self._names = None if module is None else _Names(module)
+        self._members: Members = members_of(group)
+        self._round = 0
+        self._mid_round = False
+        self._nforwards = 0
+        self._epoch = 0  # counts changes of codec
+        self._layouts: dict[int, tuple[Any, ...]] = {}
+        # Parameters by identity; the weak reference tells a new one at an old address.
+        self._params: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._complete = False  # every parameter has been seen
+        self._sparse_nbytes = 0
+        self._nbuckets = 0
+        self._closed = False
+        self._exchange: Exchange | None = None
+        config = options.config()
+        if self._names is not None:
+            self._names.check_patterns("rules", self._rules)
+            config["parameters"] = f"{len(self._names.of)} of digest {self._names.digest}"
+        elif self._rules:
+            raise StateError("rules= needs the parameters' names: pass module= to HookState, or use agentcomm.attach")
+        if self._members.nranks > 1:
+            timeout_s = options.timeout_s or group_timeout_s(self._members.group)
+            self._exchange = Exchange(
+                Meeting(self._members, timeout_s),
+                config,
+                options.seed,
+                chunk_log2_of(options.chunk_nbytes),
+                8 if self._names is None else self._names.elem_nbytes_max,
+            )
+
+    # ---- what users call ------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Return this rank's totals since ``attach``.
+
+        Raises:
+            StateError: the handle is closed.
+        """
+        self._check_open()
+        if self._exchange is None:
+            return Stats(rounds=self._round, buckets=self._nbuckets)
+        total = self._exchange.stats()
+        per_bucket = []
+        for index in sorted(self._layouts):
+            row = self._exchange.bucket_stats(index)
+            if row is not None:
+                keys = ("rounds", "dense_nbytes", "wire_nbytes", "encode_s", "wait_s", "decode_s")
+                per_bucket.append(BucketStats(index, *(row[key] for key in keys)))
+        chunk_nbytes = 1 << total.pop("chunk_log2")
+        return Stats(
+            **total,
+            residual_norm=self._exchange.residual_norm(),
+            sparse_nbytes=self._sparse_nbytes,
+            chunk_nbytes=chunk_nbytes,
+            per_bucket=tuple(per_bucket),
+        )
+
+    def set_codec(self, spec: str | Codec) -> None:
+        """Use another codec for the parameters that no rule names, from the next round on.
+
+        The same call must be made on every rank between the same two rounds. What the residuals hold is kept; a
+        lossless codec sends it along and clears it.
+
+        Raises:
+            SpecError: the spec is wrong. StateError: the handle is closed.
+        """
+        self._check_open()
+        self._codec = with_rounding(parse(spec), self._options.rounding)
+        self._epoch += 1
+
+    def reset_residuals(self) -> None:
+        """Forget what error feedback has kept back, on this rank."""
+        self._check_open()
+        if self._exchange is not None:
+            self._exchange.clear_residuals()
+
+    def close(self) -> None:
+        """Disconnect: a collective. From then on the DDP exchanges dense gradients. Idempotent."""
+        self._closed = True
+        if self._exchange is not None:
+            self._exchange.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called, or another ``attach`` has taken the DDP over."""
+        return self._closed
+
+    def __repr__(self) -> str:
+        """Name the codec, the round and the state."""
+        state = "closed" if self._closed else f"round {self._round}"
+        return f"<agentcomm.Handle {self._codec} {state}>"
+
+    # ---- what the hook calls --------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("the handle is closed; call agentcomm.attach again")
+
+    def count_forward(self) -> None:
+        """Note a forward pass that prepares a synchronised backward pass."""
+        self._nforwards += 1
+
+    def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Start averaging a bucket over the group; the future holds the bucket's buffer."""
+        index, last, tensor = bucket.index(), bucket.is_last(), bucket.buffer()
+        if index == 0 and self._mid_round:
+            self._round += 1  # the last backward pass broke off
+        round_ = self._round
+        self._mid_round = not last
+        self._round += last
+        nforwards = min(self._nforwards, 255)
+        if last:
+            self._nforwards = 0
+        self._nbuckets += 1
+        if self._exchange is None:
+            return _world_size_one_future(tensor)
+        if tensor.is_sparse:
+            self._sparse_nbytes += tensor._nnz() * tensor.element_size()
+            return _dense_allreduce(self._members.group, tensor)
+        params = bucket.parameters()
+        key = (self._epoch, round_ < self._options.warmup_nrounds, *map(id, params))
+        real = as_real(tensor)
+        if self._layouts.get(index) != key:
+            self._define(index, key, params, tensor, real)
+        self._complete |= last
+        return self._exchange.submit(index, round_, nforwards, real, tensor)
+
+    def _define(
+        self, index: int, key: tuple[Any, ...], params: list[torch.Tensor], tensor: torch.Tensor, real: torch.Tensor
+    ) -> None:
+        """Tell the core a bucket's layout: in the first round, and when DDP has rebuilt its buckets."""
+        exchange = self._exchange
+        assert exchange is not None
+        check_device(tensor, f"bucket {index}")
+        dtype = dtype_id(real.dtype)
+        factor = 2 if tensor.is_complex() else 1
+        if index in self._layouts:  # another layout: all of it, since parameters move between buckets
+            exchange.reset_buckets()
+            self._layouts.clear()
+        numbers, lane_of, lanes = [], [], []
+        for param in params:
+            nelems = param.numel() * factor
+            numbers.append(self._param_number(param, nelems))
+            lane = self._options.lane(_RAW if key[1] else self._codec_of(param, nelems))
+            if lane not in lanes:
+                lanes.append(lane)
+            lane_of.append(lanes.index(lane))
+        exchange.define_bucket(index, dtype, numbers, lane_of, lanes)
+        self._layouts[index] = key
+
+    def _param_number(self, param: torch.Tensor, nelems: int) -> int:
+        known = self._params.get(id(param))
+        if known is not None and known[0]() is param:
+            return known[1]
+        if self._complete:
+            raise StateError(
+                "a bucket holds parameters that this state has not seen in its first round: one HookState"
+                " serves one DistributedDataParallel module; make another for each"
+            )
+        assert self._exchange is not None
+        number = self._exchange.add_param(nelems)
+        self._params[id(param)] = (weakref.ref(param), number)
+        return number
+
+    def _codec_of(self, param: torch.Tensor, nelems: int) -> Codec:
+        names = [] if self._names is None else self._names.of.get(id(param), [])
+        for pattern, codec in self._rules.items():
+            if any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                return codec
+        return self._codec if nelems >= self._options.min_compress_nelems else _RAW
+
+    def residual(self, param: torch.Tensor) -> torch.Tensor:
+        """Return a copy of what this rank owes of a parameter (error feedback).
+
+        Shapes:
+            param: a parameter of the module.
+            returns: as param, float32; twice the last dimension for complex. The owner's part is included,
+            times the number of ranks, so that the mean over ranks is what the group owes.
+
+        Raises:
+            StateError: the handle is closed or the parameter was in no bucket yet.
+        """
+        self._check_open()
+        known = self._params.get(id(param))
+        if self._exchange is None or known is None:
+            raise StateError("no bucket has held this parameter yet; run a backward pass first")
+        return self._exchange.residual(known[1], as_real(param.detach()).numel()).view(as_real(param.detach()).shape)
+
+
+class HookState:
+    """State of the hook, for torch's two-argument form.
+
+    It meets the other ranks in the first round. It pickles without its handle, and serves one DDP.
+
+    Args:
+        spec: the codec, for example "int8".
+        module: the DDP or its module: needed for ``rules``, since a hook sees no names.
+        group: the DDP's process group; None is WORLD.
+        options: the keywords of ``attach``.
+
+    Raises:
+        SpecError: an option is out of range.
+
+    Example:
+        state = agentcomm.HookState("int8")
+        ddp.register_comm_hook(state, agentcomm.comm_hook)
+    """
+
+    def __init__(
+        self,
+        spec: str | Codec = "int8",
+        module: torch.nn.Module | None = None,
+        group: dist.ProcessGroup | None = None,
+        **options: Any,
+    ) -> None:
+        self.options = Options(spec, **options)
+        if self.options.rules and module is None:
+            raise StateError("rules= needs the parameters' names: pass module= to HookState, or use agentcomm.attach")
+        self._module = module
+        self._group = group
+        self._handle: Handle | None = None
+
+    @property
+    def handle(self) -> Handle:
+        """The handle.
+
+        Raises:
+            StateError: before the first round.
+        """
+        if self._handle is None:
+            raise StateError("the state has no handle yet: it connects in the first backward pass")
+        return self._handle
+
+    def bind(self, handle: Handle) -> None:
+        """Use this handle; an older one is closed."""
+        if self._handle is not None:
+            self._handle.close()
+        self._handle = handle
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to this process: the handle and the group."""
+        return {"options": self.options, "_module": None, "_group": None, "_handle": None}
+
+    def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket; connect first if need be."""
+        handle = self._handle
+        if handle is None:
+            handle = self._handle = _make_handle(self.options, self._module, self._group)
+            self._module = None  # the handle has the names; nothing here keeps the module alive
+        if handle.closed:
+            group = self._group if self._group is not None else dist.group.WORLD
+            return _dense_allreduce(group, bucket.buffer())
+        return handle.exchange(bucket)
+
+
+def comm_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a gradient bucket: the hook for ``register_comm_hook(state, agentcomm.comm_hook)``.
+
+    Args:
+        state: a ``HookState``.
+        bucket: DDP's bucket.
+
+    Returns:
+        A future of the bucket's buffer, holding the mean over the group.
+
+    Raises:
+        TypeError: the state is no HookState.
+        MismatchError, PeerError: in ``backward()``, on every rank.
+    """
+    if not isinstance(state, HookState):
+        raise TypeError(f"the state of agentcomm.comm_hook is an agentcomm.HookState, not {type(state).__name__}")
+    return state.exchange(bucket)
+
+
+def _make_handle(options: Options, module: torch.nn.Module | None, group: dist.ProcessGroup | None) -> Handle:
+    """Make a handle; if this rank cannot, tell the others, who are waiting for it."""
+    try:
+        return Handle(options, module, group)
+    except AgentCommError as error:
+        if isinstance(error, SpecError | StateError):
+            _tell_failure(group, error)
+        raise
+
+
+def _tell_failure(group: dist.ProcessGroup | None, error: Exception) -> None:
+    try:
+        members = members_of(group)
+    except AgentCommError:
+        return  # there is nobody to tell
+    if members.nranks > 1:
+        Meeting(members, 1.0).publish({"error": f"{type(error).__name__}: {error}"})
+
+
+# The states that attach has registered, by DDP. DDP cannot unregister a hook, so a second attach goes to the first one's state.
+_states: "weakref.WeakKeyDictionary[DistributedDataParallel, HookState]" = weakref.WeakKeyDictionary()
+
+
+def attach(
+    ddp: DistributedDataParallel,
+    spec: str | Codec = "int8",
+    *,
+    chunk_nbytes: int | str = "auto",
+    feedback: Feedback = "auto",
+    rules: Mapping[str, str | Codec] | None = None,
+    min_compress_nelems: int = 1024,
+    warmup_nrounds: int = 0,
+    rounding: str | None = None,
+    seed: int = 0,
+    timeout_s: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    name: str | None = None,
+) -> Handle:
+    """Send a DDP module's gradients compressed. A collective: every rank of the DDP's group calls it.
+
+    Args:
+        ddp: the module; its parameters on the CPU.
+        spec: the codec of all parameters that no rule names: "raw", "fp16", "bf16", "int8", with options as in
+            "int8[block=128]".
+        chunk_nbytes: dense bytes that travel together, or "auto": from measurements. Does not show in the
+            results. Group rank 0's counts.
+        feedback: error feedback: True, False or "auto" (what suits the codec). It costs 4 bytes per
+            parameter.
+        rules: codecs by pattern (``fnmatch``) of the parameter's name, as ``ddp.module.named_parameters()`` has it; the
+            first match wins.
+        min_compress_nelems: smaller parameters that no rule names go raw.
+        warmup_nrounds: the first rounds go raw.
+        rounding: "stochastic" or "nearest" for codecs that round and whose spec does not say.
+        seed: of stochastic rounding.
+        timeout_s: seconds until a silent rank is an error; None: the group's timeout.
+        group: must be the DDP's group if given.
+        name: tells handles apart in error messages.
+
+    Returns:
+        The handle. The DDP keeps it; it does not keep the DDP.
+
+    Raises:
+        TypeError: ddp is no DistributedDataParallel.
+        SpecError: an option is out of range, or a pattern of ``rules`` matches no parameter.
+        StateError: torch.distributed is not initialised, another hook is registered, or the optimizer runs
+            inside backward.
+        MismatchError: other settings on another rank; on every rank.
+        PeerError: another rank did not call attach within the timeout.
+
+    Determinism:
+        Results depend on the spec, rules, seed, number of ranks, bucket layout and round, on nothing that is
+        measured.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"attach takes a DistributedDataParallel module, not {type(ddp).__name__}; wrap the model first:"
+            " ddp = DistributedDataParallel(model)"
+        )
+    ddp_group = ddp.process_group
+    try:
+        options = Options(
+            spec=spec,
+            chunk_nbytes=chunk_nbytes,
+            feedback=feedback,
+            rules=dict(rules or {}),
+            min_compress_nelems=min_compress_nelems,
+            warmup_nrounds=warmup_nrounds,
+            rounding=rounding,
+            seed=seed,
+            timeout_s=timeout_s,
+            name=name,
+        )
+        _check_attachable(ddp, group)
+    except AgentCommError as error:
+        _tell_failure(ddp_group, error)
+        raise
+    handle = _make_handle(options, ddp.module, ddp_group)
+    state = _states.get(ddp)
+    if state is None:
+        state = HookState(spec, group=ddp_group)
+        ddp.register_comm_hook(state, comm_hook)
+        _states[ddp] = state
+        _count_forwards(ddp, state)
+        weakref.finalize(ddp, _close_state, weakref.ref(state))
+    state.bind(handle)
+    return handle
+
+
+def _check_attachable(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+    if group is not None and group is not ddp.process_group:
+        raise StateError(
+            f"group= has ranks {_ranks(group)}, but the DDP was built on ranks {_ranks(ddp.process_group)};"
+            " leave group= out, or pass process_group= to DistributedDataParallel"
+        )
+    if ddp not in _states and ddp._comm_hooks:
+        hook = ddp._comm_hooks[0][0]
+        raise StateError(
+            f"the DDP has a communication hook already ({getattr(hook, '__qualname__', hook)}), and torch allows"
+            " one; remove that register_comm_hook call"
+        )
+    for param in ddp.module.parameters():
+        check_device(param, "a parameter")
+        if getattr(param, "_in_backward_optimizers", None):
+            raise StateError(
+                "the optimizer runs inside backward (_apply_optimizer_in_backward), where torch supports no"
+                " communication hook; call optimizer.step() after backward instead"
+            )
+
+
+def _ranks(group: dist.ProcessGroup) -> object:
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, TypeError, ValueError):
+        return "none"
+
+
+def _count_forwards(ddp: DistributedDataParallel, state: HookState) -> None:
+    """Count the forward passes that DDP prepares a reduction for.
+
+    A rank that leaves out a backward pass would else pair its next one with the others' present one, unnoticed.
+    """
+    reference = weakref.ref(state)
+
+    def count(module: torch.nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling():
+            return
+        state = reference()
+        if state is not None and state._handle is not None and torch.is_grad_enabled():
+            if getattr(module, "require_backward_grad_sync", True):
+                state._handle.count_forward()
+
+    ddp.register_forward_pre_hook(count)
+
+
+def _close_state(reference: "weakref.ref[HookState]") -> None:
+    state = reference()
+    if state is not None and state._handle is not None:
+        state._handle.close()
