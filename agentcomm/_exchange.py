@@ -168,11 +168,20 @@ class Exchange:
         self._engine.define_bucket(index, dtype, params, lane_of, lanes, sum_)
 
     def submit(
-        self, index: int, round_: int, nforwards: int, tensor: torch.Tensor, value: object
+        self,
+        index: int,
+        round_: int,
+        nforwards: int,
+        absent: bool,
+        tensor: torch.Tensor,
+        value: object,
     ) -> torch.futures.Future[Any]:
-        """Start the exchange of a real tensor in place; the future's result is ``value``."""
+        """Start the exchange of a real tensor in place; the future's result is ``value``.
+
+        absent: this rank does not count in the mean.
+        """
         future: torch.futures.Future[Any] = torch.futures.Future()
-        self._engine.submit(index, round_ & 0xFFFFFFFF, nforwards, capsule(tensor), (future, value))
+        self._engine.submit(index, round_ & 0xFFFFFFFF, nforwards, absent, capsule(tensor), (future, value))
         return future
 
     def residual(self, param: int, nelems: int, *, owner: bool = True) -> torch.Tensor:

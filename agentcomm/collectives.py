@@ -68,7 +68,7 @@ class _GroupReducer:
             self.exchange.define_bucket(index, dtype_id(real.dtype), [number], [0], lanes, sum_=op == "sum")
             self.kinds[kind] = index
         self.round += 1
-        return Work(self.exchange.submit(index, self.round, 0, real, value))
+        return Work(self.exchange.submit(index, self.round, 0, False, real, value))
 
 
 _reducers: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupReducer]" = weakref.WeakKeyDictionary()

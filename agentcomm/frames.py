@@ -93,6 +93,8 @@ def encode(
             raise SpecError(
                 f"residual is {residual.numel()} x {residual.dtype}; it must be {real.numel()} x torch.float32"
             )
+        if residual.data_ptr() % residual.element_size():
+            raise SpecError("residual is not aligned to 4 bytes; pass residual.clone() and copy it back")
     if out is None:
         out = torch.empty(nbytes, dtype=torch.uint8)
     else:

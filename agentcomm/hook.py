@@ -152,6 +152,7 @@ class Handle:
         self._codec = options.codec()
         self._rules = options.rule_codecs()
         self._names = None if module is None else _Names(module)
+        self._ddp = weakref.ref(module) if isinstance(module, DistributedDataParallel) else None
         self._members: Members = members_of(group)
         self._round = 0
         self._mid_round = False
@@ -276,7 +277,18 @@ class Handle:
         if self._layouts.get(index) != key:
             self._define(index, key, params, tensor, real)
         self._complete |= last
-        return self._exchange.submit(index, round_, nforwards, real, tensor)
+        return self._exchange.submit(index, round_, nforwards, self._is_absent(), real, tensor)
+
+    def _is_absent(self) -> bool:
+        """Whether this rank has joined (torch's ``Join``) and must not count in the mean.
+
+        Plain DDP divides by the number of ranks that still train only if ``divide_by_initial_world_size`` is off. A
+        joined rank calls the hook with zeros, and outside of any backward pass.
+        """
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is None or getattr(ddp, "_divide_by_initial_world_size", True):
+            return False
+        return bool(torch._C._current_graph_task_id() == -1)
 
     def _define(
         self, index: int, key: tuple[Any, ...], params: list[torch.Tensor], tensor: torch.Tensor, real: torch.Tensor
@@ -521,7 +533,7 @@ def attach(
     except AgentCommError as error:
         _tell_failure(ddp_group, error)
         raise
-    handle = _make_handle(options, ddp.module, ddp_group)
+    handle = _make_handle(options, ddp, ddp_group)
     state = _states.get(ddp)
     if state is None:
         state = HookState(spec, group=ddp_group)

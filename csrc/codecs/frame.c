@@ -52,6 +52,12 @@ static struct agc_tile frame_tile(const struct agc_kernels *k, const struct agc_
                              .rng = agc_rng_key(f->seed, f->round, f->bucket, f->lane, first_elem)};
 }
 
+/* Kernels take floats in place; from an odd address they go through scratch. */
+static bool is_float_aligned(const void *p)
+{
+    return (uintptr_t)p % sizeof(float) == 0;
+}
+
 enum agc_status agc_encode(const struct agc_spec *spec, const void *src, uint32_t dtype, uint64_t nelems,
                            float *residual, uint32_t seed, bool checksum, float *scratch, uint8_t *dst,
                            uint64_t dst_cap_nbytes, uint64_t *nbytes_ret)
@@ -77,7 +83,7 @@ enum agc_status agc_encode(const struct agc_spec *spec, const void *src, uint32_
             uint64_t x_nbytes = (uint64_t)tile.nelems * elem_nbytes;
             memcpy(payload, x, x_nbytes);
             memset(payload + x_nbytes, 0, nbytes - x_nbytes);
-        } else if (dtype == AGC_DTYPE_F32 || agc_tile_is_f64(codec, dtype)) {
+        } else if ((dtype == AGC_DTYPE_F32 && is_float_aligned(x)) || agc_tile_is_f64(codec, dtype)) {
             agc_tile_encode(codec, &tile, x, tile_residual, payload);
         } else {
             agc_elements_load(k, dtype, x, tile.nelems, scratch);
@@ -116,7 +122,11 @@ static void decode_tile(const struct agc_codec *codec, const struct agc_tile *ti
 {
     uint32_t out_nbytes = agc_dtype_nbytes(out_dtype);
     bool f64 = agc_tile_is_f64(codec, tile->dtype);
-    if (out_dtype == (f64 ? AGC_DTYPE_F64 : AGC_DTYPE_F32)) {
+    if (!add && out_dtype == tile->dtype && codec->flags & AGC_CODEC_LOSSLESS) { /* to the bit, as in agc_encode */
+        memcpy(out, src, (size_t)tile->nelems * out_nbytes);
+        return;
+    }
+    if (f64 ? out_dtype == AGC_DTYPE_F64 : out_dtype == AGC_DTYPE_F32 && is_float_aligned(out)) {
         (add ? codec->decode_add : codec->decode)(tile, src, 1.0, out);
         return;
     }
@@ -130,6 +140,16 @@ static void decode_tile(const struct agc_codec *codec, const struct agc_tile *ti
                 x = agc_acc_add(sum, x);
             }
             agc_elements_store(tile->kernels, out_dtype, &x, 1, dst);
+        }
+        return;
+    }
+    if (add && out_dtype == AGC_DTYPE_F64) { /* the sum keeps the 53 bits of what is there */
+        codec->decode(tile, src, 1.0, scratch);
+        for (uint32_t i = 0; i < tile->nelems; i++) {
+            double sum;
+            memcpy(&sum, out + 8 * (size_t)i, 8);
+            sum = agc_acc_add_f64(sum, (double)scratch[i]);
+            memcpy(out + 8 * (size_t)i, &sum, 8);
         }
         return;
     }

@@ -32,17 +32,31 @@ static void encode_f32(const float *x, float *residual, uint32_t nelems, uint8_t
     }
 }
 
-static void encode_f64(const double *x, float *residual, uint32_t nelems, uint8_t *dst)
+static double load_f64(const uint8_t *src)
+{
+    uint64_t bits = agc_load_u64(src);
+    double x;
+    memcpy(&x, &bits, 8);
+    return x;
+}
+
+static void store_f64(uint8_t *dst, double x)
+{
+    uint64_t bits;
+    memcpy(&bits, &x, 8);
+    agc_store_u64(dst, bits);
+}
+
+/* Doubles are handled as bytes: no alignment is asked of them. */
+static void encode_f64(const uint8_t *x, float *residual, uint32_t nelems, uint8_t *dst)
 {
     if (!residual) {
         memcpy(dst, x, 8 * (size_t)nelems);
         return;
     }
     for (uint32_t i = 0; i < nelems; i++) {
-        double v = x[i] + (double)residual[i];
-        uint64_t bits;
-        memcpy(&bits, &v, 8);
-        agc_store_u64(dst + 8 * (size_t)i, bits);
+        double v = load_f64(x + 8 * (size_t)i) + (double)residual[i];
+        store_f64(dst + 8 * (size_t)i, v);
         residual[i] = is_finite_f64(v) ? 0.0f : residual[i];
     }
 }
@@ -57,24 +71,16 @@ static void raw_encode(const struct agc_tile *tile, const void *x, float *residu
         tile->kernels->bf16_encode((const float *)x, residual, tile->nelems, dst);
         break;
     case AGC_DTYPE_F64:
-        encode_f64((const double *)x, residual, tile->nelems, dst);
+        encode_f64((const uint8_t *)x, residual, tile->nelems, dst);
         break;
     default:
         encode_f32((const float *)x, residual, tile->nelems, dst);
     }
 }
 
-static double load_f64(const uint8_t *src)
-{
-    uint64_t bits = agc_load_u64(src);
-    double x;
-    memcpy(&x, &bits, 8);
-    return x;
-}
-
 static void raw_decode(const struct agc_tile *tile, const uint8_t *src, double weight, void *out)
 {
-    double *out_f64 = (double *)out;
+    uint8_t *bytes = (uint8_t *)out;
     switch (tile->dtype) {
     case AGC_DTYPE_F16:
         tile->kernels->f16_decode(src, tile->nelems, (float)weight, (float *)out);
@@ -84,7 +90,7 @@ static void raw_decode(const struct agc_tile *tile, const uint8_t *src, double w
         break;
     case AGC_DTYPE_F64:
         for (uint32_t i = 0; i < tile->nelems; i++)
-            out_f64[i] = load_f64(src + 8 * (size_t)i) * weight;
+            store_f64(bytes + 8 * (size_t)i, load_f64(src + 8 * (size_t)i) * weight);
         break;
     default:
         tile->kernels->f32_decode(src, tile->nelems, (float)weight, (float *)out);
@@ -93,7 +99,7 @@ static void raw_decode(const struct agc_tile *tile, const uint8_t *src, double w
 
 static void raw_decode_add(const struct agc_tile *tile, const uint8_t *src, double weight, void *out)
 {
-    double *out_f64 = (double *)out;
+    uint8_t *bytes = (uint8_t *)out;
     switch (tile->dtype) {
     case AGC_DTYPE_F16:
         tile->kernels->f16_decode_add(src, tile->nelems, (float)weight, (float *)out);
@@ -102,8 +108,10 @@ static void raw_decode_add(const struct agc_tile *tile, const uint8_t *src, doub
         tile->kernels->bf16_decode_add(src, tile->nelems, (float)weight, (float *)out);
         break;
     case AGC_DTYPE_F64:
-        for (uint32_t i = 0; i < tile->nelems; i++)
-            out_f64[i] += load_f64(src + 8 * (size_t)i) * weight;
+        for (uint32_t i = 0; i < tile->nelems; i++) {
+            double x = load_f64(src + 8 * (size_t)i) * weight;
+            store_f64(bytes + 8 * (size_t)i, agc_acc_add_f64(load_f64(bytes + 8 * (size_t)i), x));
+        }
         break;
     default:
         tile->kernels->f32_decode_add(src, tile->nelems, (float)weight, (float *)out);

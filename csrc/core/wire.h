@@ -65,7 +65,8 @@ enum {
     AGC_FRAME_STOCHASTIC = 1 << 1, /* agc_spec.rounding */
     AGC_FRAME_RESULT = 1 << 2,     /* holds a mean from a tile's owner, not a contribution */
     AGC_FRAME_ABORT = 1 << 3,      /* the sender gave up: no payload; AGC_WIRE_AT_FIRST_TILE holds the rank it blames */
-    AGC_FRAME_KNOWN_FLAGS = (1 << 4) - 1,
+    AGC_FRAME_ABSENT = 1 << 4,     /* the sender has no gradient of its own this round: the mean is over the others */
+    AGC_FRAME_KNOWN_FLAGS = (1 << 5) - 1,
 };
 
 /* The one NaN that codecs produce. */
@@ -124,6 +125,12 @@ AGC_HD float agc_acc_add(float acc, float x)
 {
     float sum = acc + x;
     return sum == sum ? sum : agc_f32_from_bits(AGC_F32_NAN_BITS);
+}
+
+AGC_HD double agc_acc_add_f64(double acc, double x)
+{
+    double sum = acc + x;
+    return sum == sum ? sum : (double)agc_f32_from_bits(AGC_F32_NAN_BITS);
 }
 
 /* ---- int8: q = round(x * 127 / absmax), x ~ q * scale, scale = absmax / 127 ------------------------------------------------ */

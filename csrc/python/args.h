@@ -65,7 +65,9 @@ static inline int tensor_from_capsule(PyObject *capsule, struct tensor_arg *arg)
         return 0;
     }
     int64_t nelems = 1;
-    for (int32_t i = t->ndim - 1; i >= 0; i--) {
+    for (int32_t i = 0; i < t->ndim; i++)
+        nelems = t->shape[i] == 0 ? 0 : nelems; /* the strides of nothing do not matter */
+    for (int32_t i = t->ndim - 1; nelems && i >= 0; i--) {
         if (t->strides && t->shape[i] > 1 && t->strides[i] != nelems) {
             PyErr_SetString(PyExc_ValueError, "the tensor is not contiguous; pass .contiguous() or a view that is");
             return 0;

@@ -422,10 +422,12 @@ static PyObject *engine_reset_buckets(PyObject *object, PyObject *unused)
 static PyObject *engine_submit(PyObject *object, PyObject *args)
 {
     unsigned int index, round, nforwards;
+    int absent;
     PyObject *capsule, *token;
     struct tensor_arg data;
     struct agc_engine *engine = engine_open(object);
-    if (!engine || !PyArg_ParseTuple(args, "IIIOO:submit", &index, &round, &nforwards, &capsule, &token) ||
+    if (!engine || !PyArg_ParseTuple(args, "IIIpOO:submit", &index, &round, &nforwards, &absent, &capsule,
+                                     &token) ||
         !tensor_from_capsule(capsule, &data))
         return NULL;
     /* The capsule keeps the memory alive until the bucket is done. */
@@ -434,7 +436,7 @@ static PyObject *engine_submit(PyObject *object, PyObject *args)
         return NULL;
     enum agc_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = agc_engine_submit(engine, index, round, nforwards, data.data, kept);
+    status = agc_engine_submit(engine, index, round, nforwards, absent, data.data, kept);
     Py_END_ALLOW_THREADS
     if (status != AGC_OK) {
         Py_DECREF(kept);
@@ -538,7 +540,7 @@ static PyMethodDef engine_methods[] = {
     {"define_bucket", engine_define_bucket, METH_VARARGS,
      "define_bucket(index, dtype, params, lane_of, lanes, sum): see agc_engine_define_bucket"},
     {"reset_buckets", engine_reset_buckets, METH_NOARGS, "reset_buckets(): see agc_engine_reset_buckets"},
-    {"submit", engine_submit, METH_VARARGS, "submit(index, round, nforwards, tensor capsule, token)"},
+    {"submit", engine_submit, METH_VARARGS, "submit(index, round, nforwards, absent, tensor capsule, token)"},
     {"stats", engine_stats, METH_NOARGS, "stats() -> dict"},
     {"bucket_stats", engine_bucket_stats, METH_O, "bucket_stats(index) -> dict | None"},
     {"residual_norm", engine_residual_norm, METH_NOARGS, "residual_norm() -> float"},

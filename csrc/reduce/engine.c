@@ -51,6 +51,7 @@ struct job {
     struct bucket *bucket;
     uint32_t round;
     uint32_t nforwards;
+    bool absent;
     uint8_t *data;
     void *token;
     uint32_t lane; /* next chunk to open */
@@ -65,6 +66,7 @@ struct slot {
     struct agc_lane *lane;
     uint64_t chunk;
     uint64_t chunk_nstripes;
+    uint32_t nabsent; /* ranks that do not count in the mean */
     struct request *recv_contribution; /* nranks of each */
     struct request *recv_result;
     struct request *send_contribution;
@@ -325,7 +327,7 @@ static struct agc_frame describe(const struct agc_engine *e, const struct slot *
     return (struct agc_frame){
         .spec = s->lane->plan.spec,
         .dtype = s->lane->plan.dtype,
-        .flags = (result ? AGC_FRAME_RESULT : 0u) |
+        .flags = (result ? AGC_FRAME_RESULT : 0u) | (!result && s->job->absent ? AGC_FRAME_ABSENT : 0u) |
                  (s->lane->plan.spec.rounding == AGC_ROUNDING_STOCHASTIC ? AGC_FRAME_STOCHASTIC : 0u),
         .tile_nelems = s->lane->plan.tile_nelems,
         .nelems = m->nelems,
@@ -356,10 +358,11 @@ static struct agc_lane_context slot_context(const struct agc_engine *e, const st
 }
 
 /* Compares what a peer sent with what was expected of it; learns the next chunk size. */
-static enum agc_status check_frame(struct agc_engine *e, const struct slot *s, uint32_t peer, const uint8_t *src,
+static enum agc_status check_frame(struct agc_engine *e, struct slot *s, uint32_t peer, const uint8_t *src,
                                    const struct agc_message *m, bool result)
 {
     char text[AGC_ENGINE_TEXT_NBYTES];
+    const uint32_t absent = AGC_FRAME_ABSENT; /* may differ between ranks */
     struct agc_frame f, want = describe(e, s, m, result);
     uint32_t name = rank_name(e, peer);
     enum agc_status status = agc_header_read(agc_kernels_get(), src, AGC_WIRE_HEADER_NBYTES, &f);
@@ -393,7 +396,7 @@ static enum agc_status check_frame(struct agc_engine *e, const struct slot *s, u
                  "rank %u sent round %u after %u forward passes, expected %u: it left out or repeated a backward pass", name,
                  f.round, f.nforwards, want.nforwards);
     } else if (f.lane != want.lane || f.first_tile != want.first_tile || f.ntiles != want.ntiles ||
-               f.nelems != want.nelems || f.payload_nbytes != want.payload_nbytes || f.flags != want.flags ||
+               f.nelems != want.nelems || f.payload_nbytes != want.payload_nbytes || (f.flags | absent) != (want.flags | absent) ||
                f.dtype != want.dtype || f.tile_nelems != want.tile_nelems || f.seed != want.seed ||
                memcmp(&f.spec, &want.spec, sizeof f.spec) != 0) {
         snprintf(text, sizeof text,
@@ -410,6 +413,7 @@ static enum agc_status check_frame(struct agc_engine *e, const struct slot *s, u
     } else {
         if (peer == 0)
             e->chunk_log2_next = f.chunk_log2;
+        s->nabsent += f.flags & absent ? 1 : 0;
         return AGC_OK;
     }
     return fail(e, AGC_ERR_MISMATCH, peer, text);
@@ -525,6 +529,7 @@ static enum agc_status step_open(struct agc_engine *e)
     s->lane = &job->bucket->lanes[job->lane];
     s->chunk = job->chunk;
     s->chunk_nstripes = agc_plan_chunk_nstripes(&s->lane->plan, e->chunk_log2);
+    s->nabsent = job->absent ? 1 : 0;
     bool direct = s->lane->plan.direct;
 
     struct agc_message own = slot_message(s, e->rank);
@@ -569,7 +574,8 @@ static enum agc_status step_open(struct agc_engine *e)
 static void average_tile(struct agc_engine *e, const struct slot *s, const struct agc_tile *tile, uint64_t offset,
                          void *out)
 {
-    double weight = s->job->bucket->sum ? 1.0 : 1.0 / (double)e->nranks;
+    uint32_t ncounted = s->nabsent < e->nranks ? e->nranks - s->nabsent : e->nranks;
+    double weight = s->job->bucket->sum ? 1.0 : 1.0 / (double)ncounted;
     for (uint32_t rank = 0; rank < e->nranks; rank++) {
         const uint8_t *src = s->in_contribution[rank] + AGC_WIRE_HEADER_NBYTES + offset;
         (rank == 0 ? s->lane->codec->decode : s->lane->codec->decode_add)(tile, src, weight, out);
@@ -1145,8 +1151,8 @@ void agc_engine_reset_buckets(struct agc_engine *e)
     pthread_mutex_unlock(&e->mutex);
 }
 
-enum agc_status agc_engine_submit(struct agc_engine *e, uint32_t index, uint32_t round, uint32_t nforwards, void *data,
-                                  void *token)
+enum agc_status agc_engine_submit(struct agc_engine *e, uint32_t index, uint32_t round, uint32_t nforwards,
+                                  bool absent, void *data, void *token)
 {
     pthread_mutex_lock(&e->mutex);
     enum agc_status status = AGC_OK;
@@ -1165,7 +1171,8 @@ enum agc_status agc_engine_submit(struct agc_engine *e, uint32_t index, uint32_t
     if (status == AGC_OK) {
         e->queue[e->queue_tail % QUEUE_CAP] = (struct job){.bucket = e->buckets[index], .round = round,
                                                            .nforwards = agc_min_u32(nforwards, UINT8_MAX),
-                                                           .data = (uint8_t *)data, .token = token};
+                                                           .absent = absent, .data = (uint8_t *)data,
+                                                           .token = token};
         e->queue_tail++;
         pthread_cond_signal(&e->work);
     }

@@ -77,9 +77,10 @@ AGC_NODISCARD enum agc_status agc_engine_define_bucket(struct agc_engine *engine
 void agc_engine_reset_buckets(struct agc_engine *engine);
 
 /* Starts the exchange of a bucket in place. data stays the engine's until bucket_done(token). round: the same on all ranks, and
- * larger than any before whenever it changes. nforwards: see struct agc_frame. AGC_ERR_STATE for an index that was not defined. */
+ * larger than any before whenever it changes. nforwards: see struct agc_frame. absent: this rank does not count in the mean (its data
+ * is taken all the same; it should be zeros). AGC_ERR_STATE for an index that was not defined. */
 AGC_NODISCARD enum agc_status agc_engine_submit(struct agc_engine *engine, uint32_t index, uint32_t round,
-                                                uint32_t nforwards, void *data, void *token);
+                                                uint32_t nforwards, bool absent, void *data, void *token);
 
 /* Totals, and one bucket's part of them (false: not defined). Neither waits. agc_engine_stats leaves residual_norm at 0. */
 void agc_engine_stats(struct agc_engine *engine, struct agc_engine_stats *stats_ret);
