@@ -5,7 +5,7 @@ import hashlib
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -34,48 +34,49 @@ def _close_all() -> None:
 class _Failure:
     """Stands for the result of a future that failed.
 
-    DDP reads a hook's result in C++, where it would turn any exception into a RuntimeError. But to complain that
-    this object is no tensor it asks for its text; raising there makes ``backward()`` raise our exception,
-    with its own type.
+    DDP reads a hook's result in C++, where it would turn any exception into a RuntimeError. But to
+    complain that this object is no tensor it asks for its text; raising there makes ``backward()``
+    raise our exception, with its own type. Each time a new one: DDP keeps the future, and the
+    traceback of a kept exception would keep the frames that hold the DDP.
     """
 
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
+    def __init__(self, class_name: str, status: str, text: str, rank: int | None) -> None:
+        self._class: type[errors.AgentCommError] = getattr(errors, class_name)
+        self._status, self._text, self._rank = status, text, rank
 
     def __str__(self) -> str:
-        raise self._error
+        self.throw()
 
-
-def _set_failed(future: torch.futures.Future[Any], error: BaseException) -> None:
-    """Make a future fail, for those who wait in Python and for DDP's C++ alike."""
-
-    def unwrap(_: object) -> None:
+    def throw(self, _: object = None) -> NoReturn:
+        error = self._class(self._text)
+        error.status, error.rank = self._status, self._rank
         raise error
 
-    future._set_unwrap_func(unwrap)  # what Future.set_exception does, with another value
-    future.set_result(_Failure(error))
+
+# A future, its result, and the ranks' numbers in messages.
+Token = tuple[torch.futures.Future[Any], Any, list[int]]
 
 
-Token = tuple[torch.futures.Future[Any], Any]
-
-
-def _on_done(
-    kept: tuple[Token, object], failure: tuple[str, str, str, int] | None
-) -> None:
+def _on_done(kept: tuple[Token, object], failure: tuple[str, str, str, int] | None) -> None:
     """Complete a future: called by the progress thread, which holds the GIL for just this."""
-    future, value = kept[0]
+    future, value, ranks = kept[0]
     if failure is None:
         future.set_result(value)
         return
     class_name, status, text, rank = failure
-    error = getattr(errors, class_name)(text)
-    error.status, error.rank = status, rank
-    _set_failed(future, error)
+    failed = _Failure(class_name, status, text, ranks[rank] if rank >= 0 else None)
+    # For those who wait in Python; what Future.set_exception does, with another value.
+    future._set_unwrap_func(failed.throw)
+    future.set_result(failed)
 
 
 def _on_late(rank: int, round_: int, bucket: int, seconds: float) -> None:
     logger.warning(
-        "rank %d has kept this rank waiting for %.1f s in round %d bucket %d", rank, seconds, round_, bucket
+        "rank %d has kept this rank waiting for %.1f s in round %d bucket %d",
+        rank,
+        seconds,
+        round_,
+        bucket,
     )
 
 
@@ -88,9 +89,14 @@ def chunk_log2_of(chunk_nbytes: int | str) -> int:
     low, high = 1 << _core.CHUNK_LOG2_MIN, 1 << _core.CHUNK_LOG2_MAX
     if chunk_nbytes == "auto":
         return 0
-    if isinstance(chunk_nbytes, bool) or not isinstance(chunk_nbytes, int) or not low <= chunk_nbytes <= high:
+    if (
+        isinstance(chunk_nbytes, bool)
+        or not isinstance(chunk_nbytes, int)
+        or not low <= chunk_nbytes <= high
+    ):
         raise SpecError(
-            f'chunk_nbytes={chunk_nbytes!r} is out of range; it must be "auto" or a number of dense bytes in'
+            f'chunk_nbytes={chunk_nbytes!r} is out of range; it must be "auto" or a number of dense'
+            " bytes in"
             f" {low}..{high} (rounded down to a power of two)"
         )
     return chunk_nbytes.bit_length() - 1
@@ -100,15 +106,27 @@ def check_timeout(timeout_s: float | None) -> None:
     """Raise SpecError unless the timeout is None or a positive number of seconds."""
     if timeout_s is None:
         return
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e8:
-        raise SpecError(f"timeout_s={timeout_s!r} is out of range; it must be None or seconds above 0")
+    if (
+        isinstance(timeout_s, bool)
+        or not isinstance(timeout_s, int | float)
+        or not 0 < timeout_s < 1e8
+    ):
+        raise SpecError(
+            f"timeout_s={timeout_s!r} is out of range; it must be None or seconds"
+            " above 0 and below 1e+08"
+        )
 
 
 class Exchange:
     """Connections to the members of a group, and the engine that uses them."""
 
     def __init__(
-        self, meeting: Meeting, config: dict[str, Any], seed: int, chunk_log2: int, elem_nbytes_max: int
+        self,
+        meeting: Meeting,
+        config: dict[str, Any],
+        seed: int,
+        chunk_log2: int,
+        elem_nbytes_max: int,
     ) -> None:
         """Meet the other ranks: a collective.
 
@@ -181,11 +199,14 @@ class Exchange:
         absent: this rank does not count in the mean.
         """
         future: torch.futures.Future[Any] = torch.futures.Future()
-        self._engine.submit(index, round_ & 0xFFFFFFFF, nforwards, absent, capsule(tensor), (future, value))
+        token: Token = (future, value, self.members.global_ranks)
+        self._engine.submit(
+            index, round_ & 0xFFFFFFFF, nforwards, absent, capsule(tensor), token
+        )
         return future
 
     def residual(self, param: int, nelems: int, *, owner: bool = True) -> torch.Tensor:
-        """Return a copy of what this rank owes of a parameter, the owner's part times n included."""
+        """Return a copy of what this rank owes of a parameter; with the owner's part, times n."""
         out = torch.empty(nelems, dtype=torch.float32)
         self._engine.residual(param, owner, capsule(out))
         return out

@@ -11,21 +11,24 @@ def c10d() -> ModuleType:
     """Import ``agentcomm._c10d``.
 
     Raises:
-        ImportError: it was compiled against another torch, or not at all; the message has the command that
-            rebuilds it.
+        ImportError: it was compiled against another torch, or not at all; the message has the
+            command that rebuilds it.
     """
+    built: str | None
     try:
-        from agentcomm._build_info import TORCH_VERSION
+        from agentcomm._build_info import TORCH_VERSION as built
     except ImportError:
-        TORCH_VERSION = None
+        built = None
     cure = f"rebuild it in agentcomm's source folder: {REBUILD}"
-    if TORCH_VERSION is not None and torch.__version__ != TORCH_VERSION:
+    if built is not None and torch.__version__ != built:
         raise ImportError(
-            f"agentcomm was compiled against torch {TORCH_VERSION}, but torch {torch.__version__} is"
+            f"agentcomm was compiled against torch {built}, but torch {torch.__version__} is"
             f" installed; {cure}"
         )
     try:
         from agentcomm import _c10d
     except ImportError as error:
-        raise ImportError(f"agentcomm's extension does not load beside torch {torch.__version__}; {cure}") from error
+        raise ImportError(
+            f"agentcomm's extension does not load beside torch {torch.__version__}; {cure}"
+        ) from error
     return _c10d

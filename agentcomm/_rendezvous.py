@@ -1,23 +1,28 @@
 """How the handles of a process group find each other, compare their settings and connect.
 
-Everything goes through the group's store, under keys that only its members read: no collective of ours is ever
-queued on the script's own group, where it could pair up with one of the script's. The connections
-are a gloo group of their own. It is built directly from the store; ``torch.distributed.new_group`` would have
-to be called by every rank of the job, and with ``use_local_synchronization`` it derives its name from how
-many groups *this* rank has made, which hangs where ranks have different histories.
+Everything goes through the group's store, under keys that only its members read: no collective of
+ours is ever queued on the script's own group, where it could pair up with one of the script's. The
+connections are a gloo group of their own. It is built directly from the store;
+``torch.distributed.new_group`` would have to be called by every rank of the job, and with
+``use_local_synchronization`` it derives its name from how many groups *this* rank has made, which
+hangs where ranks have different histories.
 """
 
 import json
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from agentcomm.errors import MismatchError, PeerError, StateError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 _FALLBACK_TIMEOUT_S = 1800.0
 
@@ -27,7 +32,7 @@ class Members:
     """A process group, seen from one of its ranks."""
 
     group: dist.ProcessGroup
-    store: dist.Store
+    store: Store
     rank: int
     nranks: int
     global_ranks: list[int]
@@ -45,7 +50,7 @@ def members_of(group: dist.ProcessGroup | None) -> Members:
         )
     if group is None:
         group = dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
+    if not isinstance(group, dist.ProcessGroup):  # NON_GROUP_MEMBER is none
         raise StateError(f"this rank is no member of the group {group!r}")
     _, store = distributed_c10d._world.pg_map[group]
     ranks = dist.get_process_group_ranks(group)
@@ -100,9 +105,13 @@ class Meeting:
             for key in sorted({*config, *other} - {"local"}):
                 if config.get(key) == other.get(key):
                     continue
-                here, there = self.members.global_ranks[self.members.rank], self.members.global_ranks[rank]
+                here, there = (
+                    self.members.global_ranks[self.members.rank],
+                    self.members.global_ranks[rank],
+                )
                 raise MismatchError(
-                    f"the ranks are configured differently: {key} is {config.get(key)!r} on rank {here}"
+                    f"the ranks are configured differently: {key} is {config.get(key)!r} on rank"
+                    f" {here}"
                     f" and {other.get(key)!r} on rank {there}; pass the same to every rank"
                 )
         return configs
@@ -116,8 +125,10 @@ class Meeting:
         except RuntimeError as error:
             name = self.members.global_ranks[rank]
             raise PeerError(
-                f"rank {name} did not register agentcomm within {self.timeout_s:.1f} s (timeout_s): it is gone,"
-                " or its script does not call attach() or register the hook, which every rank of the"
+                f"rank {name} did not register agentcomm within {self.timeout_s:.1f} s (timeout_s):"
+                " it is gone,"
+                " or its script does not call attach() or register the hook, which every rank of"
+                " the"
                 f" group must do ({str(error).splitlines()[0][:200]})"
             ) from None
         return loaded
@@ -127,21 +138,23 @@ class Meeting:
         from agentcomm._extension import c10d
 
         members, timeout = self.members, timedelta(seconds=self.timeout_s)
-        store = dist.PrefixStore(f"{self._prefix}/gloo", members.store)
+        store = PrefixStore(f"{self._prefix}/gloo", members.store)
         try:
             backend = dist.ProcessGroupGloo(store, members.rank, members.nranks, timeout=timeout)
         except RuntimeError as error:
             raise PeerError(
-                f"the ranks of group {members.global_ranks} could not connect within {self.timeout_s:.1f} s:"
+                f"the ranks of group {members.global_ranks} could not connect within"
+                f" {self.timeout_s:.1f} s:"
                 f" {str(error).splitlines()[0][:300]}"
             ) from error
         group = dist.ProcessGroup(store, members.rank, members.nranks)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        group._set_group_name(self.name)
+        name = cast("GroupName", self.name)
+        group._set_group_name(name)
         # The transport finds the group by its name, and from then on holds it alone.
-        torch._C._distributed_c10d._register_process_group(self.name, group)
+        torch._C._distributed_c10d._register_process_group(name, group)
         try:
             return c10d().open(self.name)
         finally:
-            torch._C._distributed_c10d._unregister_process_group(self.name)
+            torch._C._distributed_c10d._unregister_process_group(name)

@@ -1,7 +1,7 @@
 """Tensors on their way into the core."""
 
 import torch
-from torch.utils.dlpack import to_dlpack
+from torch._C import _to_dlpack  # which torch.utils.dlpack calls to_dlpack
 
 from agentcomm.errors import SpecError
 
@@ -39,4 +39,4 @@ def check_device(tensor: torch.Tensor, what: str) -> None:
 
 def capsule(tensor: torch.Tensor) -> object:
     """Return a DLPack capsule of a real tensor; it keeps the memory alive."""
-    return to_dlpack(tensor.detach())
+    return _to_dlpack(tensor.detach())

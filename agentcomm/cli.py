@@ -83,7 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 1 if something is missing from the installation.
     """
     parser = argparse.ArgumentParser(
-        prog="agentcomm", description=agentcomm.__doc__.splitlines()[0]
+        prog="agentcomm",
+        description="A communication layer for PyTorch that sends compressed, chunked gradients.",
     )
     parser.add_argument("--version", action="version", version=f"agentcomm {agentcomm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -46,7 +46,9 @@ class Work:
 class _GroupReducer:
     """The engine of one process group, and the kinds of tensors that it has met."""
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float | None, chunk_nbytes: int | str) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, timeout_s: float | None, chunk_nbytes: int | str
+    ) -> None:
         members = members_of(group)
         config = {"wire version": _core.WIRE_VERSION, "call": "all_reduce"}
         meeting = Meeting(members, timeout_s or group_timeout_s(members.group))
@@ -65,13 +67,17 @@ class _GroupReducer:
                 index = 0
             number = self.exchange.add_param(real.numel())
             lanes = [(codec.to_tuple(), False)]
-            self.exchange.define_bucket(index, dtype_id(real.dtype), [number], [0], lanes, sum_=op == "sum")
+            self.exchange.define_bucket(
+                index, dtype_id(real.dtype), [number], [0], lanes, sum_=op == "sum"
+            )
             self.kinds[kind] = index
         self.round += 1
         return Work(self.exchange.submit(index, self.round, 0, False, real, value))
 
 
-_reducers: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupReducer]" = weakref.WeakKeyDictionary()
+_reducers: "weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupReducer]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def all_reduce(
@@ -86,8 +92,8 @@ def all_reduce(
 ) -> Work | None:
     """Average or sum a tensor over a group, compressed, in place. A collective.
 
-    There is no error feedback: the tensor of one call need not have to do with the next one's. All ranks end with the
-    same bits.
+    There is no error feedback: the tensor of one call need not have to do with the next one's. All
+    ranks end with the same bits.
 
     Shapes:
         tensor: any shape, contiguous, CPU; float32, float16, bfloat16, float64 or complex.
@@ -97,9 +103,10 @@ def all_reduce(
         spec: the codec.
         group: None is WORLD; on ranks outside (``NON_GROUP_MEMBER``) nothing happens.
         op: "mean" or "sum".
-        async_op: return at once, with a ``Work``. The tensor must not be touched until its ``wait``.
-        timeout_s: seconds until a silent rank is an error; the first call of a group decides; None: the
-            group's timeout.
+        async_op: return at once, with a ``Work``. The tensor must not be touched until its
+            ``wait``.
+        timeout_s: seconds until a silent rank is an error; the first call of a group decides; None:
+            the group's timeout.
         chunk_nbytes: as for ``attach``; the first call of a group decides.
 
     Returns:
@@ -111,7 +118,8 @@ def all_reduce(
         MismatchError: another rank calls with another spec, op, size or data type; on every rank.
         PeerError: a rank is gone or silent.
     """
-    if group is not None and group is dist.GroupMember.NON_GROUP_MEMBER:
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group is outside:
         return None
     codec = parse(spec)
     if op not in ("mean", "sum"):
@@ -119,7 +127,9 @@ def all_reduce(
     check_timeout(timeout_s)
     check_device(tensor, "the tensor")
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
-        raise SpecError("the tensor is not dense and contiguous; pass one that is, it is replaced by the result")
+        raise SpecError(
+            "the tensor is not dense and contiguous; pass one that is, it is replaced by the result"
+        )
     real = as_real(tensor.detach())
     dtype_id(real.dtype)
     members = members_of(group)

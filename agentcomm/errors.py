@@ -1,7 +1,7 @@
 """The exceptions of agentcomm.
 
-Those about a value are ``ValueError`` too, so that code which knows nothing of agentcomm handles them
-as it would handle torch's.
+Those about a value are ``ValueError`` too, so that code which knows nothing of agentcomm handles
+them as it would handle torch's.
 """
 
 
@@ -9,10 +9,13 @@ class AgentCommError(Exception):
     """Base of all exceptions that agentcomm raises on purpose.
 
     Attributes:
-        status: name of the core's status code (``"AGC_ERR_TIMEOUT"``), "" where Python found the fault.
+        status: name of the core's status code (``"AGC_ERR_TIMEOUT"``), "" where Python found the
+            fault.
+        rank: the global rank that it is about, None if that is nobody or not known.
     """
 
     status: str = ""
+    rank: int | None = None
 
 
 class SpecError(AgentCommError, ValueError):
@@ -24,7 +27,7 @@ class FrameError(AgentCommError, ValueError):
 
 
 class MismatchError(AgentCommError):
-    """Ranks that do not do the same: other settings, another model, or another number of backward passes."""
+    """Ranks that do not do the same: other settings, another model, other numbers of rounds."""
 
 
 class PeerError(AgentCommError, RuntimeError):
@@ -32,4 +35,4 @@ class PeerError(AgentCommError, RuntimeError):
 
 
 class StateError(AgentCommError, RuntimeError):
-    """A call at the wrong time: before ``init_process_group``, after ``close()``, a hook in the way."""
+    """A call at the wrong time: before ``init_process_group``, after ``close()``, beside a hook."""

@@ -14,9 +14,9 @@ def codecs() -> list[dict[str, Any]]:
     """Return a table of the codecs of this build.
 
     Returns:
-        One dict per codec: name, id, block_nelems (default number of elements that share a scale, 0 for
-        none), bits_per_element (for float32), lossless, feedback (whether ``"auto"`` keeps a residual),
-        stochastic (whether it offers stochastic rounding), zero_stays_zero, cuda.
+        One dict per codec: name, id, block_nelems (default number of elements that share a scale,
+        0 for none), bits_per_element (for float32), lossless, feedback (whether ``"auto"`` keeps a
+        residual), stochastic (whether it offers stochastic rounding), zero_stays_zero, cuda.
 
     Example:
         >>> [row["name"] for row in codecs()]
@@ -33,7 +33,9 @@ def codecs() -> list[dict[str, Any]]:
 def _check_dense(tensor: torch.Tensor, what: str) -> None:
     check_device(tensor, what)
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
-        raise SpecError(f"{what} is not dense and contiguous; pass {what}.contiguous() or .to_dense()")
+        raise SpecError(
+            f"{what} is not dense and contiguous; pass {what}.contiguous() or .to_dense()"
+        )
 
 
 def encode(
@@ -57,8 +59,8 @@ def encode(
     Args:
         tensor: what to encode.
         spec: the codec.
-        residual: is added to the tensor before encoding and holds the loss afterwards (error feedback);
-            where tensor plus residual is not finite it stays as it was.
+        residual: is added to the tensor before encoding and holds the loss afterwards (error
+            feedback); where tensor plus residual is not finite it stays as it was.
         out: memory for the frame; a new tensor without it.
         nthreads: threads to use; this version has one.
         seed: of the random numbers of stochastic rounding.
@@ -91,16 +93,21 @@ def encode(
         _check_dense(residual, "residual")
         if residual.dtype != torch.float32 or residual.numel() != real.numel():
             raise SpecError(
-                f"residual is {residual.numel()} x {residual.dtype}; it must be {real.numel()} x torch.float32"
+                f"residual is {residual.numel()} x {residual.dtype}; it must be {real.numel()} x"
+                " torch.float32"
             )
         if residual.data_ptr() % residual.element_size():
-            raise SpecError("residual is not aligned to 4 bytes; pass residual.clone() and copy it back")
+            raise SpecError(
+                "residual is not aligned to 4 bytes; pass residual.clone() and copy it back"
+            )
     if out is None:
         out = torch.empty(nbytes, dtype=torch.uint8)
     else:
         _check_dense(out, "out")
         if out.dtype != torch.uint8 or out.numel() < nbytes:
-            raise SpecError(f"out is {out.numel()} x {out.dtype}; the frame needs {nbytes} x torch.uint8")
+            raise SpecError(
+                f"out is {out.numel()} x {out.dtype}; the frame needs {nbytes} x torch.uint8"
+            )
     _core.encode(
         codec.to_tuple(),
         capsule(real),
@@ -112,7 +119,9 @@ def encode(
     return out.view(-1)[:nbytes]
 
 
-def decode(frame: torch.Tensor, *, out: torch.Tensor | None = None, add: bool = False) -> torch.Tensor:
+def decode(
+    frame: torch.Tensor, *, out: torch.Tensor | None = None, add: bool = False
+) -> torch.Tensor:
     """Decode a frame.
 
     Shapes:

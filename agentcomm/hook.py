@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from agentcomm import _core
@@ -25,7 +26,9 @@ _RAW = Raw()
 
 def _check_whole(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise SpecError(f"{name}={value!r} is out of range; it must be a whole number in {low}..{high}")
+        raise SpecError(
+            f"{name}={value!r} is out of range; it must be a whole number in {low}..{high}"
+        )
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,16 @@ class Options:
         chunk_log2_of(self.chunk_nbytes)
         check_timeout(self.timeout_s)
         if self.feedback not in (True, False, "auto"):
-            raise SpecError(f'feedback={self.feedback!r} is unknown; it must be True, False or "auto"')
+            raise SpecError(
+                f'feedback={self.feedback!r} is unknown; it must be True, False or "auto"'
+            )
         if self.rounding is not None:
             check_rounding(self.rounding)
         _check_whole("min_compress_nelems", self.min_compress_nelems, 0, 1 << 62)
         _check_whole("warmup_nrounds", self.warmup_nrounds, 0, 1 << 31)
         _check_whole("seed", self.seed, 0, (1 << 32) - 1)
+        if self.name is not None and not isinstance(self.name, str):
+            raise SpecError(f"name={self.name!r} is no text; it must be None or a text")
         if self.feedback is True and self.codec().lossless:
             raise SpecError(
                 f"feedback=True with the lossless codec {self.codec()}: it has no loss to keep;"
@@ -75,7 +82,10 @@ class Options:
 
     def rule_codecs(self) -> dict[str, Codec]:
         """Return the rules with their codecs parsed."""
-        return {pattern: with_rounding(parse(spec), self.rounding) for pattern, spec in self.rules.items()}
+        return {
+            pattern: with_rounding(parse(spec), self.rounding)
+            for pattern, spec in self.rules.items()
+        }
 
     def lane(self, codec: Codec) -> Lane:
         """Return the lane of a codec: its spec and whether it keeps a residual."""
@@ -110,7 +120,9 @@ class _Names:
             described.append(f"{name} {tuple(param.shape)} {param.dtype}")
         self.all = [name for names in self.of.values() for name in names]
         self.digest = hashlib.blake2b("\n".join(described).encode(), digest_size=8).hexdigest()
-        self.elem_nbytes_max = max((as_real(p.detach()).element_size() for p in module.parameters()), default=4)
+        self.elem_nbytes_max = max(
+            (as_real(p.detach()).element_size() for p in module.parameters()), default=4
+        )
 
     def check_patterns(self, what: str, patterns: Mapping[str, object]) -> None:
         """Raise SpecError for a pattern that matches no name."""
@@ -126,7 +138,9 @@ def _world_size_one_future(tensor: torch.Tensor) -> torch.futures.Future[torch.T
     return future
 
 
-def _dense_allreduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+def _dense_allreduce(
+    group: dist.ProcessGroup, tensor: torch.Tensor
+) -> torch.futures.Future[torch.Tensor]:
     """Average over the script's own group, as plain DDP does."""
     nranks = dist.get_world_size(group)
     if not tensor.is_sparse:
@@ -137,16 +151,20 @@ def _dense_allreduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.fu
         value = done.value()[0]
         return value.div_(nranks) if value.is_sparse else value
 
-    return future.then(result)
+    averaged: torch.futures.Future[torch.Tensor] = future.then(result)
+    return averaged
 
 
 class Handle:
     """A live connection between DDP and the core. Made by ``attach``.
 
-    Its methods may be called from any thread. ``close`` and ``set_codec`` must be called on every rank.
+    Its methods may be called from any thread. ``close`` and ``set_codec`` must be called on every
+    rank.
     """
 
-    def __init__(self, options: Options, module: torch.nn.Module | None, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, options: Options, module: torch.nn.Module | None, group: dist.ProcessGroup | None
+    ) -> None:
         """Meet the other ranks: a collective. See ``attach``."""
         self._options = options
         self._codec = options.codec()
@@ -171,7 +189,10 @@ class Handle:
             self._names.check_patterns("rules", self._rules)
             config["parameters"] = f"{len(self._names.of)} of digest {self._names.digest}"
         elif self._rules:
-            raise StateError("rules= needs the parameters' names: pass module= to HookState, or use agentcomm.attach")
+            raise StateError(
+                "rules= needs the parameters' names: pass module= to HookState, or use"
+                " agentcomm.attach"
+            )
         if self._members.nranks > 1:
             timeout_s = options.timeout_s or group_timeout_s(self._members.group)
             self._exchange = Exchange(
@@ -212,8 +233,8 @@ class Handle:
     def set_codec(self, spec: str | Codec) -> None:
         """Use another codec for the parameters that no rule names, from the next round on.
 
-        The same call must be made on every rank between the same two rounds. What the residuals hold is kept; a
-        lossless codec sends it along and clears it.
+        The same call must be made on every rank between the same two rounds. What the residuals
+        hold is kept; a lossless codec sends it along and clears it.
 
         Raises:
             SpecError: the spec is wrong. StateError: the handle is closed.
@@ -254,7 +275,7 @@ class Handle:
         """Note a forward pass that prepares a synchronised backward pass."""
         self._nforwards += 1
 
-    def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket over the group; the future holds the bucket's buffer."""
         index, last, tensor = bucket.index(), bucket.is_last(), bucket.buffer()
         if index == 0 and self._mid_round:
@@ -282,8 +303,9 @@ class Handle:
     def _is_absent(self) -> bool:
         """Whether this rank has joined (torch's ``Join``) and must not count in the mean.
 
-        Plain DDP divides by the number of ranks that still train only if ``divide_by_initial_world_size`` is off. A
-        joined rank calls the hook with zeros, and outside of any backward pass.
+        Plain DDP divides by the number of ranks that still train only if
+        ``divide_by_initial_world_size`` is off. A joined rank calls the hook with zeros, and
+        outside of any backward pass.
         """
         ddp = None if self._ddp is None else self._ddp()
         if ddp is None or getattr(ddp, "_divide_by_initial_world_size", True):
@@ -291,15 +313,20 @@ class Handle:
         return bool(torch._C._current_graph_task_id() == -1)
 
     def _define(
-        self, index: int, key: tuple[Any, ...], params: list[torch.Tensor], tensor: torch.Tensor, real: torch.Tensor
+        self,
+        index: int,
+        key: tuple[Any, ...],
+        params: list[torch.Tensor],
+        tensor: torch.Tensor,
+        real: torch.Tensor,
     ) -> None:
-        """Tell the core a bucket's layout: in the first round, and when DDP has rebuilt its buckets."""
+        """Tell the core a bucket's layout: in the first round, and when DDP has rebuilt them."""
         exchange = self._exchange
         assert exchange is not None
         check_device(tensor, f"bucket {index}")
         dtype = dtype_id(real.dtype)
         factor = 2 if tensor.is_complex() else 1
-        if index in self._layouts:  # another layout: all of it, since parameters move between buckets
+        if index in self._layouts:  # all layouts are new, since parameters move between buckets
             exchange.reset_buckets()
             self._layouts.clear()
         numbers, lane_of, lanes = [], [], []
@@ -319,7 +346,8 @@ class Handle:
             return known[1]
         if self._complete:
             raise StateError(
-                "a bucket holds parameters that this state has not seen in its first round: one HookState"
+                "a bucket holds parameters that this state has not seen in its first round: one"
+                " HookState"
                 " serves one DistributedDataParallel module; make another for each"
             )
         assert self._exchange is not None
@@ -339,8 +367,9 @@ class Handle:
 
         Shapes:
             param: a parameter of the module.
-            returns: as param, float32; twice the last dimension for complex. The owner's part is included,
-            times the number of ranks, so that the mean over ranks is what the group owes.
+            returns: as param, float32; twice the last dimension for complex. The owner's part is
+                included, times the number of ranks, so that the mean over ranks is what the group
+                owes.
 
         Raises:
             StateError: the handle is closed or the parameter was in no bucket yet.
@@ -349,7 +378,9 @@ class Handle:
         known = self._params.get(id(param))
         if self._exchange is None or known is None:
             raise StateError("no bucket has held this parameter yet; run a backward pass first")
-        return self._exchange.residual(known[1], as_real(param.detach()).numel()).view(as_real(param.detach()).shape)
+        return self._exchange.residual(known[1], as_real(param.detach()).numel()).view(
+            as_real(param.detach()).shape
+        )
 
 
 class HookState:
@@ -380,7 +411,10 @@ class HookState:
     ) -> None:
         self.options = Options(spec, **options)
         if self.options.rules and module is None:
-            raise StateError("rules= needs the parameters' names: pass module= to HookState, or use agentcomm.attach")
+            raise StateError(
+                "rules= needs the parameters' names: pass module= to HookState, or use"
+                " agentcomm.attach"
+            )
         self._module = module
         self._group = group
         self._handle: Handle | None = None
@@ -406,7 +440,7 @@ class HookState:
         """Leave out what belongs to this process: the handle and the group."""
         return {"options": self.options, "_module": None, "_group": None, "_handle": None}
 
-    def exchange(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; connect first if need be."""
         handle = self._handle
         if handle is None:
@@ -414,11 +448,12 @@ class HookState:
             self._module = None  # the handle has the names; nothing here keeps the module alive
         if handle.closed:
             group = self._group if self._group is not None else dist.group.WORLD
+            assert group is not None  # DDP has one
             return _dense_allreduce(group, bucket.buffer())
         return handle.exchange(bucket)
 
 
-def comm_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a gradient bucket: the hook for ``register_comm_hook(state, agentcomm.comm_hook)``.
 
     Args:
@@ -433,11 +468,16 @@ def comm_hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future
         MismatchError, PeerError: in ``backward()``, on every rank.
     """
     if not isinstance(state, HookState):
-        raise TypeError(f"the state of agentcomm.comm_hook is an agentcomm.HookState, not {type(state).__name__}")
+        raise TypeError(
+            "the state of agentcomm.comm_hook is an agentcomm.HookState, not"
+            f" {type(state).__name__}"
+        )
     return state.exchange(bucket)
 
 
-def _make_handle(options: Options, module: torch.nn.Module | None, group: dist.ProcessGroup | None) -> Handle:
+def _make_handle(
+    options: Options, module: torch.nn.Module | None, group: dist.ProcessGroup | None
+) -> Handle:
     """Make a handle; if this rank cannot, tell the others, who are waiting for it."""
     try:
         return Handle(options, module, group)
@@ -456,8 +496,11 @@ def _tell_failure(group: dist.ProcessGroup | None, error: Exception) -> None:
         Meeting(members, 1.0).publish({"error": f"{type(error).__name__}: {error}"})
 
 
-# The states that attach has registered, by DDP. DDP cannot unregister a hook, so a second attach goes to the first one's state.
-_states: "weakref.WeakKeyDictionary[DistributedDataParallel, HookState]" = weakref.WeakKeyDictionary()
+# The states that attach has registered, by DDP. DDP cannot unregister a hook, so a second attach
+# goes to the first one's state.
+_states: "weakref.WeakKeyDictionary[DistributedDataParallel, HookState]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def attach(
@@ -475,18 +518,18 @@ def attach(
     group: dist.ProcessGroup | None = None,
     name: str | None = None,
 ) -> Handle:
-    """Send a DDP module's gradients compressed. A collective: every rank of the DDP's group calls it.
+    """Send a DDP module's gradients compressed: a collective of the DDP's group.
 
     Args:
         ddp: the module; its parameters on the CPU.
-        spec: the codec of all parameters that no rule names: "raw", "fp16", "bf16", "int8", with options as in
-            "int8[block=128]".
-        chunk_nbytes: dense bytes that travel together, or "auto": from measurements. Does not show in the
-            results. Group rank 0's counts.
+        spec: the codec of all parameters that no rule names: "raw", "fp16", "bf16", "int8", with
+            options as in "int8[block=128]".
+        chunk_nbytes: dense bytes that travel together, or "auto": from measurements. Does not show
+            in the results. Group rank 0's counts.
         feedback: error feedback: True, False or "auto" (what suits the codec). It costs 4 bytes per
             parameter.
-        rules: codecs by pattern (``fnmatch``) of the parameter's name, as ``ddp.module.named_parameters()`` has it; the
-            first match wins.
+        rules: codecs by pattern (``fnmatch``) of the parameter's name, as
+            ``ddp.module.named_parameters()`` has it; the first match wins.
         min_compress_nelems: smaller parameters that no rule names go raw.
         warmup_nrounds: the first rounds go raw.
         rounding: "stochastic" or "nearest" for codecs that round and whose spec does not say.
@@ -501,18 +544,19 @@ def attach(
     Raises:
         TypeError: ddp is no DistributedDataParallel.
         SpecError: an option is out of range, or a pattern of ``rules`` matches no parameter.
-        StateError: torch.distributed is not initialised, another hook is registered, or the optimizer runs
-            inside backward.
+        StateError: torch.distributed is not initialised, another hook is registered, or the
+            optimizer runs inside backward.
         MismatchError: other settings on another rank; on every rank.
         PeerError: another rank did not call attach within the timeout.
 
     Determinism:
-        Results depend on the spec, rules, seed, number of ranks, bucket layout and round, on nothing that is
-        measured.
+        Results depend on the spec, rules, seed, number of ranks, bucket layout and round, on
+        nothing that is measured.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
-            f"attach takes a DistributedDataParallel module, not {type(ddp).__name__}; wrap the model first:"
+            f"attach takes a DistributedDataParallel module, not {type(ddp).__name__}; wrap the"
+            " model first:"
             " ddp = DistributedDataParallel(model)"
         )
     ddp_group = ddp.process_group
@@ -548,20 +592,23 @@ def attach(
 def _check_attachable(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
     if group is not None and group is not ddp.process_group:
         raise StateError(
-            f"group= has ranks {_ranks(group)}, but the DDP was built on ranks {_ranks(ddp.process_group)};"
+            f"group= has ranks {_ranks(group)}, but the DDP was built on ranks"
+            f" {_ranks(ddp.process_group)};"
             " leave group= out, or pass process_group= to DistributedDataParallel"
         )
     if ddp not in _states and ddp._comm_hooks:
         hook = ddp._comm_hooks[0][0]
         raise StateError(
-            f"the DDP has a communication hook already ({getattr(hook, '__qualname__', hook)}), and torch allows"
+            f"the DDP has a communication hook already ({getattr(hook, '__qualname__', hook)}), and"
+            " torch allows"
             " one; remove that register_comm_hook call"
         )
     for param in ddp.module.parameters():
         check_device(param, "a parameter")
         if getattr(param, "_in_backward_optimizers", None):
             raise StateError(
-                "the optimizer runs inside backward (_apply_optimizer_in_backward), where torch supports no"
+                "the optimizer runs inside backward (_apply_optimizer_in_backward), where torch"
+                " supports no"
                 " communication hook; call optimizer.step() after backward instead"
             )
 
@@ -576,7 +623,8 @@ def _ranks(group: dist.ProcessGroup) -> object:
 def _count_forwards(ddp: DistributedDataParallel, state: HookState) -> None:
     """Count the forward passes that DDP prepares a reduction for.
 
-    A rank that leaves out a backward pass would else pair its next one with the others' present one, unnoticed.
+    A rank that leaves out a backward pass would else pair its next one with the others' present
+    one, unnoticed.
     """
     reference = weakref.ref(state)
 

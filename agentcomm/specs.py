@@ -1,7 +1,7 @@
 """Specs: the text or object that names a codec.
 
-A spec is written as ``name[option=value,...]``, for instance ``"int8"`` or ``"int8[block=128]"``; each codec
-has a frozen dataclass that prints as its spec, so that ``parse(str(spec)) == spec``.
+A spec is written as ``name[option=value,...]``, for instance ``"int8"`` or ``"int8[block=128]"``;
+each codec has a frozen dataclass that prints as its spec, so that ``parse(str(spec)) == spec``.
 """
 
 import difflib
@@ -94,8 +94,8 @@ class Int8(Codec):
         SpecError: an option is out of range.
 
     Source:
-        Blockwise absmax quantisation, Dettmers et al., "8-bit Optimizers via Block-wise Quantization"
-        (2022), with a linear code.
+        Blockwise absmax quantisation, Dettmers et al., "8-bit Optimizers via Block-wise
+        Quantization" (2022), with a linear code.
     """
 
     name: ClassVar[str] = "int8"
@@ -143,7 +143,8 @@ def parse(spec: str | Codec) -> Codec:
     """Return the codec that a spec names.
 
     Args:
-        spec: a spec text such as ``"int8[block=128]"``, or a codec object, which is returned as it is.
+        spec: a spec text such as ``"int8[block=128]"``, or a codec object, which is returned as it
+            is.
 
     Raises:
         SpecError: the text names no codec or no option of that codec; the message shows what would.
@@ -162,12 +163,16 @@ def parse(spec: str | Codec) -> Codec:
         )
     match = _SPEC.fullmatch(spec)
     if match is None:
-        raise SpecError(f"{spec!r} is no spec; write name[option=value,...], for example 'int8[block=128]'")
+        raise SpecError(
+            f"{spec!r} is no spec; write name[option=value,...], for example 'int8[block=128]'"
+        )
     name = match["name"]
     cls = CODECS.get(name)
     if cls is None:
         known = ", ".join(CODECS)
-        raise SpecError(f"{name!r} in spec {spec!r} is no codec; there are {known}{suggest(name, list(CODECS))}")
+        raise SpecError(
+            f"{name!r} in spec {spec!r} is no codec; there are {known}{suggest(name, list(CODECS))}"
+        )
     return cls(**_options(cls, spec, match["options"] or ""))
 
 
@@ -176,17 +181,23 @@ def _options(cls: type[Codec], spec: str, text: str) -> dict[str, Any]:
     known = {field.name: field.type for field in fields(cls)}
     options: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
-        key, equals, value = (part.strip() for part in item.partition("="))
-        if key not in known or not equals or not value:
+        key, _, value = (part.strip() for part in item.partition("="))
+        if key in known and not value:
+            raise SpecError(f"{item!r} in spec {spec!r} has no value; write {key}=VALUE")
+        if key not in known:
             there_are = f"there are {', '.join(known)}" if known else f"{cls.name} has none"
-            raise SpecError(f"{item!r} in spec {spec!r} is no option; {there_are}{suggest(key, list(known))}")
+            raise SpecError(
+                f"{item!r} in spec {spec!r} is no option; {there_are}{suggest(key, list(known))}"
+            )
         if key in options:
             raise SpecError(f"option {key!r} stands twice in spec {spec!r}")
         if known[key] is int:
             try:
                 options[key] = int(value)
             except ValueError:
-                raise SpecError(f"{item!r} in spec {spec!r}: {key} must be a whole number") from None
+                raise SpecError(
+                    f"{item!r} in spec {spec!r}: {key} must be a whole number"
+                ) from None
         else:
             options[key] = value
     return options

@@ -41,7 +41,8 @@ class Stats:
     Attributes:
         rounds: synchronised backward passes.
         buckets: buckets exchanged.
-        dense_nbytes: bytes that a dense ring would have sent from this rank: 2 (n-1)/n of the buckets.
+        dense_nbytes: bytes that a dense ring would have sent from this rank: 2 (n-1)/n of the
+            buckets.
         wire_nbytes: bytes that this rank handed to the transport to send, headers included.
         encode_s: seconds that the progress thread spent encoding.
         wait_s: seconds that it spent waiting for other ranks or for the network.
@@ -90,20 +91,41 @@ class Stats:
         head = f"{'bucket':>6} {'rounds':>8} {'dense MB':>10} {'sent MB':>10} {'ratio':>6}"
         head += f" {'encode s':>9} {'wait s':>9} {'decode s':>9}"
         rows = [
-            _row(str(b.index), b.rounds, b.dense_nbytes, b.wire_nbytes, b.encode_s, b.wait_s, b.decode_s)
+            _row(
+                str(b.index),
+                b.rounds,
+                b.dense_nbytes,
+                b.wire_nbytes,
+                b.encode_s,
+                b.wait_s,
+                b.decode_s,
+            )
             for b in self.per_bucket
         ]
         total = _row(
-            "all", self.rounds, self.dense_nbytes, self.wire_nbytes, self.encode_s, self.wait_s, self.decode_s
+            "all",
+            self.rounds,
+            self.dense_nbytes,
+            self.wire_nbytes,
+            self.encode_s,
+            self.wait_s,
+            self.decode_s,
         )
         return "\n".join([head, *rows, total, f"residual norm {self.residual_norm:.6g}"])
 
 
 def _row(
-    name: str, rounds: int, dense_nbytes: int, wire_nbytes: int, encode_s: float, wait_s: float, decode_s: float
+    name: str,
+    rounds: int,
+    dense_nbytes: int,
+    wire_nbytes: int,
+    encode_s: float,
+    wait_s: float,
+    decode_s: float,
 ) -> str:
     ratio = dense_nbytes / wire_nbytes if wire_nbytes else 1.0
     return (
-        f"{name:>6} {rounds:>8} {dense_nbytes / 1e6:>10.3f} {wire_nbytes / 1e6:>10.3f} {ratio:>6.2f}"
+        f"{name:>6} {rounds:>8} {dense_nbytes / 1e6:>10.3f} {wire_nbytes / 1e6:>10.3f}"
+        f" {ratio:>6.2f}"
         f" {encode_s:>9.3f} {wait_s:>9.3f} {decode_s:>9.3f}"
     )

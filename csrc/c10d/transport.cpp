@@ -1,9 +1,10 @@
 /* transport.cpp: the transport over a c10d process group. The only file that includes PyTorch, and the only C++.
  *
  * On the CPU it uses point-to-point operations: on gloo, send and recv are carried out by the calling thread as far as the socket takes them,
- * while gloo's collectives hand every operation to another thread (1.3 to 4 times slower here). The group's own timeout is set out of
- * the way: after a timeout gloo closes all connections, and the other ranks could no longer be told who was missing. The engine's
- * watch cancels a wait instead (Work::abort), which leaves the connections up.
+ * while gloo's collectives hand every operation to another thread (1.3 to 4 times slower here). The group's own timeout is kept
+ * out of the way by an explicit one in every wait (Backend::setTimeout does not reach gloo's connections): after a timeout gloo closes all of
+ * them, and the other ranks could no longer be told who was missing. The engine's watch cancels a wait instead (Work::abort), which
+ * leaves the connections up.
  */
 #include "c10d/c10d.h"
 
@@ -90,7 +91,7 @@ enum agc_status c10d_recv(void *ctx, uint32_t peer, uint32_t channel, void *buf,
 enum agc_status c10d_wait(void *, void *request)
 {
     return guarded(AGC_ERR_PEER, [&] {
-        bool completed = (*static_cast<Request *>(request))->wait();
+        bool completed = (*static_cast<Request *>(request))->wait(kNever);
         if (!completed)
             last_error = "the wait was cancelled";
         return completed ? AGC_OK : AGC_ERR_CLOSED;
@@ -173,7 +174,6 @@ enum agc_status agc_c10d_open(const char *group_name, struct agc_transport *tran
         transport_ret->nranks = static_cast<uint32_t>(group->getSize());
         if (cpu) {
             opened->cpu = group->getBackend(c10::DeviceType::CPU);
-            opened->cpu->setTimeout(std::chrono::duration_cast<std::chrono::milliseconds>(kNever));
             transport_ret->send = c10d_send;
             transport_ret->recv = c10d_recv;
             transport_ret->wait = c10d_wait;

@@ -28,7 +28,8 @@ AGC_HD uint64_t agc_splitmix64(uint64_t x)
     return x ^ (x >> 31);
 }
 
-/* Key of the tile that starts at element first_elem of lane `lane`. */
+/* Key of the tile that starts at element first_elem of lane `lane`. The engine adds (rank + 1) << 8 to the lane of a contribution: ranks
+ * must not draw the same numbers. */
 AGC_HD struct agc_rng agc_rng_key(uint32_t seed, uint32_t round, uint32_t bucket, uint32_t lane, uint64_t first_elem)
 {
     uint64_t x = agc_splitmix64(((uint64_t)seed << 32) | round);

@@ -183,6 +183,8 @@ static PyObject *core_plan_lane(PyObject *module, PyObject *args)
 typedef struct {
     PyObject_HEAD
     struct agc_engine *engine; /* NULL: closed */
+    struct agc_engine *ending; /* closed while calls were under way: the last of them destroys it */
+    uint32_t ncalls;           /* under way */
     pid_t pid;                 /* of the process whose threads it has */
     PyObject *on_done;
     PyObject *on_late;
@@ -292,17 +294,28 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     return (PyObject *)self;
 }
 
-/* Exactly once; joins the engine's threads, whose callbacks need the GIL. */
+static void engine_free_ended(struct agc_engine *engine)
+{
+    Py_BEGIN_ALLOW_THREADS
+    agc_engine_destroy(engine);
+    Py_END_ALLOW_THREADS
+}
+
+/* Exactly once; joins the engine's threads, whose callbacks need the GIL. Calls of other threads that wait in the engine return. */
 static void engine_shut(EngineObject *self)
 {
     struct agc_engine *engine = self->engine;
     self->engine = NULL;
     /* A forked child has a copy of the engine but none of its threads: there is nothing to join. */
-    if (engine && self->pid == getpid()) {
-        Py_BEGIN_ALLOW_THREADS
-        agc_engine_destroy(engine);
-        Py_END_ALLOW_THREADS
-    }
+    if (!engine || self->pid != getpid())
+        return;
+    Py_BEGIN_ALLOW_THREADS
+    agc_engine_stop(engine);
+    Py_END_ALLOW_THREADS
+    if (self->ncalls == 0)
+        engine_free_ended(engine);
+    else
+        self->ending = engine;
 }
 
 static int engine_traverse(PyObject *object, visitproc visit, void *arg)
@@ -333,13 +346,25 @@ static void engine_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* The engine, or NULL with StateError set if it is closed. */
-static struct agc_engine *engine_open(PyObject *object)
+/* The engine for one call, which ends with engine_leave; NULL with StateError set if it is closed. */
+static struct agc_engine *engine_enter(PyObject *object)
 {
-    struct agc_engine *engine = ((EngineObject *)object)->engine;
-    if (!engine)
+    EngineObject *self = (EngineObject *)object;
+    if (!self->engine)
         raise_named("StateError", AGC_ERR_CLOSED, "the handle is closed; attach again");
-    return engine;
+    else
+        self->ncalls++;
+    return self->engine;
+}
+
+static void engine_leave(PyObject *object)
+{
+    EngineObject *self = (EngineObject *)object;
+    struct agc_engine *ending = self->ending;
+    if (--self->ncalls > 0 || !ending)
+        return;
+    self->ending = NULL;
+    engine_free_ended(ending);
 }
 
 static PyObject *engine_close(PyObject *object, PyObject *unused)
@@ -377,9 +402,11 @@ static PyObject *engine_define_bucket(PyObject *object, PyObject *args)
     PyObject *params_list, *lane_of_list, *lanes_list;
     int sum;
     Py_ssize_t nparams = 0, nlane_of = 0, nlanes = 0;
-    struct agc_engine *engine = engine_open(object);
-    if (!engine || !PyArg_ParseTuple(args, "IIO!O!O!p:define_bucket", &index, &dtype, &PyList_Type, &params_list,
-                                     &PyList_Type, &lane_of_list, &PyList_Type, &lanes_list, &sum))
+    if (!PyArg_ParseTuple(args, "IIO!O!O!p:define_bucket", &index, &dtype, &PyList_Type, &params_list, &PyList_Type,
+                          &lane_of_list, &PyList_Type, &lanes_list, &sum))
+        return NULL;
+    struct agc_engine *engine = engine_enter(object);
+    if (!engine)
         return NULL;
     uint32_t *params = (uint32_t *)numbers_from_list(params_list, sizeof(uint32_t), &nparams);
     uint32_t *lane_of = params ? (uint32_t *)numbers_from_list(lane_of_list, sizeof(uint32_t), &nlane_of) : NULL;
@@ -404,18 +431,20 @@ static PyObject *engine_define_bucket(PyObject *object, PyObject *args)
     free(lane_of);
     free(lanes);
     free(pieces);
+    engine_leave(object);
     return result;
 }
 
 static PyObject *engine_reset_buckets(PyObject *object, PyObject *unused)
 {
-    struct agc_engine *engine = engine_open(object);
+    struct agc_engine *engine = engine_enter(object);
     (void)unused;
     if (!engine)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     agc_engine_reset_buckets(engine);
     Py_END_ALLOW_THREADS
+    engine_leave(object);
     Py_RETURN_NONE;
 }
 
@@ -425,19 +454,21 @@ static PyObject *engine_submit(PyObject *object, PyObject *args)
     int absent;
     PyObject *capsule, *token;
     struct tensor_arg data;
-    struct agc_engine *engine = engine_open(object);
-    if (!engine || !PyArg_ParseTuple(args, "IIIpOO:submit", &index, &round, &nforwards, &absent, &capsule,
-                                     &token) ||
+    if (!PyArg_ParseTuple(args, "IIIpOO:submit", &index, &round, &nforwards, &absent, &capsule, &token) ||
         !tensor_from_capsule(capsule, &data))
         return NULL;
     /* The capsule keeps the memory alive until the bucket is done. */
     PyObject *kept = PyTuple_Pack(2, token, capsule);
-    if (!kept)
+    struct agc_engine *engine = kept ? engine_enter(object) : NULL;
+    if (!engine) {
+        Py_XDECREF(kept);
         return NULL;
+    }
     enum agc_status status;
     Py_BEGIN_ALLOW_THREADS
     status = agc_engine_submit(engine, index, round, nforwards, absent, data.data, kept);
     Py_END_ALLOW_THREADS
+    engine_leave(object);
     if (status != AGC_OK) {
         Py_DECREF(kept);
         return raise_status(status);
@@ -457,29 +488,32 @@ static PyObject *stats_to_dict(const struct agc_engine_stats *s)
 static PyObject *engine_stats(PyObject *object, PyObject *unused)
 {
     struct agc_engine_stats stats;
-    struct agc_engine *engine = engine_open(object);
+    struct agc_engine *engine = engine_enter(object);
     (void)unused;
     if (!engine)
         return NULL;
     agc_engine_stats(engine, &stats);
+    engine_leave(object);
     return stats_to_dict(&stats);
 }
 
 static PyObject *engine_bucket_stats(PyObject *object, PyObject *arg)
 {
     struct agc_engine_stats stats;
-    struct agc_engine *engine = engine_open(object);
     unsigned long index = PyLong_AsUnsignedLong(arg);
-    if (!engine || PyErr_Occurred())
+    struct agc_engine *engine = PyErr_Occurred() ? NULL : engine_enter(object);
+    if (!engine)
         return NULL;
-    if (!agc_engine_bucket_stats(engine, (uint32_t)index, &stats))
+    bool defined = agc_engine_bucket_stats(engine, (uint32_t)index, &stats);
+    engine_leave(object);
+    if (!defined)
         Py_RETURN_NONE;
     return stats_to_dict(&stats);
 }
 
 static PyObject *engine_residual_norm(PyObject *object, PyObject *unused)
 {
-    struct agc_engine *engine = engine_open(object);
+    struct agc_engine *engine = engine_enter(object);
     double norm;
     (void)unused;
     if (!engine)
@@ -487,6 +521,7 @@ static PyObject *engine_residual_norm(PyObject *object, PyObject *unused)
     Py_BEGIN_ALLOW_THREADS
     norm = agc_engine_residual_norm(engine);
     Py_END_ALLOW_THREADS
+    engine_leave(object);
     return PyFloat_FromDouble(norm);
 }
 
@@ -496,14 +531,16 @@ static PyObject *engine_residual(PyObject *object, PyObject *args)
     int owner;
     PyObject *capsule;
     struct tensor_arg out;
-    struct agc_engine *engine = engine_open(object);
-    if (!engine || !PyArg_ParseTuple(args, "IpO:residual", &param, &owner, &capsule) ||
-        !tensor_from_capsule(capsule, &out))
+    if (!PyArg_ParseTuple(args, "IpO:residual", &param, &owner, &capsule) || !tensor_from_capsule(capsule, &out))
+        return NULL;
+    struct agc_engine *engine = engine_enter(object);
+    if (!engine)
         return NULL;
     enum agc_status status;
     Py_BEGIN_ALLOW_THREADS
     status = agc_engine_residual_get(engine, param, owner, (float *)out.data);
     Py_END_ALLOW_THREADS
+    engine_leave(object);
     if (status != AGC_OK)
         return raise_status(status);
     Py_RETURN_NONE;
@@ -511,27 +548,29 @@ static PyObject *engine_residual(PyObject *object, PyObject *args)
 
 static PyObject *engine_clear_residuals(PyObject *object, PyObject *unused)
 {
-    struct agc_engine *engine = engine_open(object);
+    struct agc_engine *engine = engine_enter(object);
     (void)unused;
     if (!engine)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     agc_engine_residual_clear(engine);
     Py_END_ALLOW_THREADS
+    engine_leave(object);
     Py_RETURN_NONE;
 }
 
 static PyObject *engine_add_param(PyObject *object, PyObject *arg)
 {
-    struct agc_engine *engine = engine_open(object);
     unsigned long long nelems = PyLong_AsUnsignedLongLong(arg);
+    struct agc_engine *engine = PyErr_Occurred() ? NULL : engine_enter(object);
     uint32_t index = 0;
-    if (!engine || PyErr_Occurred())
+    if (!engine)
         return NULL;
     enum agc_status status;
     Py_BEGIN_ALLOW_THREADS
     status = agc_engine_add_param(engine, nelems, &index);
     Py_END_ALLOW_THREADS
+    engine_leave(object);
     return status == AGC_OK ? PyLong_FromUnsignedLong(index) : raise_status(status);
 }
 

@@ -25,8 +25,10 @@
 #define WINDOW 6
 #define LAG 2
 #define QUEUE_CAP 64
-/* How long a rank that gives up waits for the news of it to reach the others. */
+/* agc_engine_config.linger_ns, unless told otherwise. */
 #define LINGER_NS 2000000000ull
+/* How much longer than the timeout an indirect wait lasts, at most, so that the rank waited for is the first to blame somebody. */
+#define GRACE_NS 5000000000ull
 /* Rounds whose fastest is what the next chunk size is computed from: one late peer must not shrink the chunks. */
 #define TUNE_NROUNDS 8
 
@@ -84,6 +86,7 @@ struct watched {
     uint32_t round;
     uint32_t bucket;
     uint64_t since_ns; /* 0: now */
+    bool indirect;     /* the peer may itself be waiting, for the rank that is to blame */
     bool lingering;    /* after a failure: nobody is told that a peer is late */
     bool timed_out;
     bool closing;
@@ -184,16 +187,22 @@ static uint32_t rank_name(const struct agc_engine *e, uint32_t rank)
 
 /* ---- waiting and failing ------------------------------------------------------------------------------------------------- */
 
-/* Records the first failure. Returns its status. */
+/* Records the first failure. With e->mutex held. */
+static void record_failure(struct agc_engine *e, enum agc_status status, uint32_t rank, const char *text)
+{
+    if (e->failed)
+        return;
+    e->failed = true;
+    e->failure.status = status;
+    e->failure.rank = rank;
+    snprintf(e->failure.text, sizeof e->failure.text, "%s", text);
+}
+
+/* Returns the status. */
 static enum agc_status fail(struct agc_engine *e, enum agc_status status, uint32_t rank, const char *text)
 {
     pthread_mutex_lock(&e->mutex);
-    if (!e->failed) {
-        e->failed = true;
-        e->failure.status = status;
-        e->failure.rank = rank;
-        snprintf(e->failure.text, sizeof e->failure.text, "%s", text);
-    }
+    record_failure(e, status, rank, text);
     pthread_mutex_unlock(&e->mutex);
     return status;
 }
@@ -239,17 +248,20 @@ static struct watched watch_end(struct agc_engine *e)
     return w;
 }
 
+#define CLOSED_TEXT "the handle was closed while an exchange was under way"
+
 static enum agc_status fail_closed(struct agc_engine *e)
 {
-    return fail(e, AGC_ERR_CLOSED, AGC_RANK_NONE, "the handle was closed while an exchange was under way");
+    return fail(e, AGC_ERR_CLOSED, AGC_RANK_NONE, CLOSED_TEXT);
 }
 
-static enum agc_status wait_for(struct agc_engine *e, struct request *r, uint32_t peer, const struct job *job)
+static enum agc_status wait_for(struct agc_engine *e, struct request *r, uint32_t peer, bool indirect,
+                                const struct job *job)
 {
     if (!r->handle)
         return AGC_OK;
     if (!watch_begin(e, (struct watched){.request = r->handle, .peer = peer, .round = job->round,
-                                         .bucket = job->bucket->index}))
+                                         .bucket = job->bucket->index, .indirect = indirect}))
         return fail_closed(e);
     enum agc_status status = e->transport.wait(e->transport.ctx, r->handle);
     struct watched w = watch_end(e);
@@ -281,11 +293,12 @@ static void *watch_main(void *arg)
         if (!w.request || w.timed_out)
             continue;
         uint64_t waited_ns = now_ns() - w.since_ns;
-        if (waited_ns >= e->config.timeout_ns) {
+        uint64_t grace_ns = w.indirect ? agc_min_u64(e->config.timeout_ns / 4, GRACE_NS) : 0;
+        if (waited_ns >= e->config.timeout_ns + grace_ns) {
             e->watched.timed_out = true;
             e->transport.cancel(e->transport.ctx, w.request);
-        } else if (waited_ns >= e->config.late_ns && !w.lingering && e->config.callbacks.peer_late &&
-                   !e->late_told[w.peer]) {
+        } else if (waited_ns >= e->config.late_ns && !w.indirect && !w.lingering &&
+                   e->config.callbacks.peer_late && !e->late_told[w.peer]) {
             e->late_told[w.peer] = true;
             /* Without the mutex: the callback may wait for a lock that a thread holds which waits for the progress thread. */
             pthread_mutex_unlock(&e->watch_mutex);
@@ -312,6 +325,8 @@ static void tell_peers(struct agc_engine *e)
     for (uint32_t i = 0; i < AGC_NCHANNELS * e->nranks; i++) {
         uint32_t peer = i / AGC_NCHANNELS, channel = i % AGC_NCHANNELS + AGC_CHANNEL_CONTRIBUTION;
         if (peer == e->rank || (peer == e->failure.rank && e->failure.status == AGC_ERR_PEER))
+            continue;
+        if (channel == AGC_CHANNEL_RESULT && e->nranks <= 2) /* always direct: nobody listens there */
             continue;
         if (e->transport.send(e->transport.ctx, peer, channel, e->abort_frame, sizeof e->abort_frame,
                               &e->abort_sends[i].handle) != AGC_OK)
@@ -354,7 +369,7 @@ static struct agc_lane_context slot_context(const struct agc_engine *e, const st
 {
     return (struct agc_lane_context){.kernels = k, .params = e->params, .scratch = e->scratch, .bucket = s->job->data,
                                      .bucket_index = s->job->bucket->index, .seed = e->config.seed,
-                                     .round = s->job->round};
+                                     .round = s->job->round, .rank = e->rank};
 }
 
 /* Compares what a peer sent with what was expected of it; learns the next chunk size. */
@@ -419,8 +434,8 @@ static enum agc_status check_frame(struct agc_engine *e, struct slot *s, uint32_
     return fail(e, AGC_ERR_MISMATCH, peer, text);
 }
 
-/* Encodes the tiles of a message into a frame. */
-static void encode_message(struct agc_engine *e, struct slot *s, const struct agc_message *m, uint8_t *dst)
+/* Encodes the tiles of a message into a frame. kept: the frame stays here, so tiles whose payload the bucket holds are left out. */
+static void encode_message(struct agc_engine *e, struct slot *s, const struct agc_message *m, bool kept, uint8_t *dst)
 {
     const struct agc_kernels *k = agc_kernels_get();
     struct agc_lane_context c = slot_context(e, s, k);
@@ -429,7 +444,8 @@ static void encode_message(struct agc_engine *e, struct slot *s, const struct ag
     agc_header_write(k, &f, dst);
     for (uint32_t i = 0; i < m->ntiles; i++) {
         uint64_t t = m->first_tile + (uint64_t)i * m->step;
-        agc_lane_encode(s->lane, &c, t, payload);
+        if (!kept || !agc_lane_payload(s->lane, &c, t))
+            agc_lane_encode(s->lane, &c, t, payload);
         payload += agc_tile_nbytes(&s->lane->plan.spec, s->lane->plan.dtype,
                                    agc_plan_tile_nelems(&s->lane->plan, t));
     }
@@ -480,8 +496,8 @@ static void count_decode(struct agc_engine *e, struct job *job, uint64_t since_n
 static enum agc_status finish_sends(struct agc_engine *e, struct slot *s, const struct job *job)
 {
     for (uint32_t peer = 0; peer < e->nranks; peer++) {
-        AGC_TRY(wait_for(e, &s->send_contribution[peer], peer, job));
-        AGC_TRY(wait_for(e, &s->send_result[peer], peer, job));
+        AGC_TRY(wait_for(e, &s->send_contribution[peer], peer, true, job));
+        AGC_TRY(wait_for(e, &s->send_result[peer], peer, true, job));
     }
     return AGC_OK;
 }
@@ -546,14 +562,14 @@ static enum agc_status step_open(struct agc_engine *e)
      * that everybody gets, so it comes first. */
     uint64_t t = now_ns();
     if (direct)
-        encode_message(e, s, &own, s->in_contribution[e->rank]);
+        encode_message(e, s, &own, false, s->in_contribution[e->rank]);
     for (uint32_t i = 1; i < e->nranks; i++) {
         uint32_t peer = (e->rank + i) % e->nranks;
         struct agc_message m = direct ? own : slot_message(s, peer);
         if (!m.ntiles)
             continue;
         if (!direct)
-            encode_message(e, s, &m, s->out_contribution[peer]);
+            encode_message(e, s, &m, false, s->out_contribution[peer]);
         count_encode(e, job, t);
         AGC_TRY(post_send(e, s, peer, AGC_CHANNEL_CONTRIBUTION,
                           direct ? s->in_contribution[e->rank] : s->out_contribution[peer], &m,
@@ -561,7 +577,7 @@ static enum agc_status step_open(struct agc_engine *e)
         t = now_ns();
     }
     if (!direct && own.ntiles)
-        encode_message(e, s, &own, s->in_contribution[e->rank]);
+        encode_message(e, s, &own, true, s->in_contribution[e->rank]);
     count_encode(e, job, t);
 
     e->announced = true;
@@ -570,15 +586,21 @@ static enum agc_status step_open(struct agc_engine *e)
     return AGC_OK;
 }
 
-/* Mean (or sum) over all ranks of tile number i of the own message, in rank order. */
-static void average_tile(struct agc_engine *e, const struct slot *s, const struct agc_tile *tile, uint64_t offset,
-                         void *out)
+/* Mean (or sum) over all ranks of tile t, which lies at `offset` in the own message's payload, in rank order. With two ranks the own
+ * contribution goes first, on both: a sum of two does not depend on the order, and it may stand where the sum is to stand. */
+static void average_tile(struct agc_engine *e, const struct slot *s, const struct agc_lane_context *c,
+                         const struct agc_tile *tile, uint64_t t, uint64_t offset, void *out)
 {
+    const uint8_t *own = agc_lane_payload(s->lane, c, t);
+    bool own_first = e->nranks == 2;
+    if (!own || (s->lane->plan.direct && !own_first))
+        own = s->in_contribution[e->rank] + AGC_WIRE_HEADER_NBYTES + offset;
     uint32_t ncounted = s->nabsent < e->nranks ? e->nranks - s->nabsent : e->nranks;
     double weight = s->job->bucket->sum ? 1.0 : 1.0 / (double)ncounted;
-    for (uint32_t rank = 0; rank < e->nranks; rank++) {
-        const uint8_t *src = s->in_contribution[rank] + AGC_WIRE_HEADER_NBYTES + offset;
-        (rank == 0 ? s->lane->codec->decode : s->lane->codec->decode_add)(tile, src, weight, out);
+    for (uint32_t i = 0; i < e->nranks; i++) {
+        uint32_t rank = own_first ? (e->rank + i) % 2 : i;
+        const uint8_t *src = rank == e->rank ? own : s->in_contribution[rank] + AGC_WIRE_HEADER_NBYTES + offset;
+        (i == 0 ? s->lane->codec->decode : s->lane->codec->decode_add)(tile, src, weight, out);
     }
 }
 
@@ -591,7 +613,7 @@ static enum agc_status step_reduce(struct agc_engine *e)
     for (uint32_t peer = 0; peer < e->nranks; peer++) {
         if (peer == e->rank)
             continue;
-        AGC_TRY(wait_for(e, &s->recv_contribution[peer], peer, s->job));
+        AGC_TRY(wait_for(e, &s->recv_contribution[peer], peer, false, s->job));
         AGC_TRY(check_frame(e, s, peer, s->in_contribution[peer], &own, false));
     }
     const struct agc_kernels *k = agc_kernels_get();
@@ -606,11 +628,11 @@ static enum agc_status step_reduce(struct agc_engine *e)
         struct agc_tile tile = agc_lane_tile(s->lane, &c, t);
         void *out = agc_lane_tile_out(s->lane, &c, t);
         if (s->lane->plan.direct) {
-            average_tile(e, s, &tile, offset, out);
+            average_tile(e, s, &c, &tile, t, offset, out);
         } else {
             /* The owner keeps the decoded mean, as everybody else will, and never the exact one: replicas must not drift. */
             uint8_t *result = s->out_result + AGC_WIRE_HEADER_NBYTES + offset;
-            average_tile(e, s, &tile, offset, e->scratch->mean);
+            average_tile(e, s, &c, &tile, t, offset, e->scratch->mean);
             agc_lane_encode_mean(s->lane, &c, t, e->scratch->mean, result);
             s->lane->codec->decode(&tile, result, 1.0, out);
         }
@@ -638,7 +660,7 @@ static enum agc_status step_close(struct agc_engine *e)
             struct agc_message m = slot_message(s, peer);
             if (!m.ntiles)
                 continue;
-            AGC_TRY(wait_for(e, &s->recv_result[peer], peer, s->job));
+            AGC_TRY(wait_for(e, &s->recv_result[peer], peer, true, s->job));
             AGC_TRY(check_frame(e, s, peer, s->in_result[peer], &m, true));
             uint64_t began = now_ns();
             const uint8_t *src = s->in_result[peer] + AGC_WIRE_HEADER_NBYTES;
@@ -763,7 +785,8 @@ static void surrender(struct agc_engine *e)
     /* The watch bounds all of these waits together. A rank that has been silent for the whole timeout is not waited for again. */
     uint64_t began = now_ns();
     pthread_mutex_lock(&e->watch_mutex);
-    e->config.timeout_ns = agc_min_u64(e->config.timeout_ns, LINGER_NS);
+    e->config.timeout_ns = agc_min_u64(e->config.timeout_ns, e->config.linger_ns ? e->config.linger_ns : LINGER_NS);
+    pthread_cond_signal(&e->watch_wake); /* it has been sleeping by the longer one */
     pthread_mutex_unlock(&e->watch_mutex);
     for (uint32_t i = 0; i < AGC_NCHANNELS * e->nranks; i++) {
         struct request *r = &e->abort_sends[i];
@@ -998,17 +1021,20 @@ static void release_all(struct agc_engine *e, struct request *requests, uint32_t
             e->transport.release(e->transport.ctx, requests[i].handle);
 }
 
-void agc_engine_destroy(struct agc_engine *e)
+void agc_engine_stop(struct agc_engine *e)
 {
-    if (!e)
-        return;
     pthread_mutex_lock(&e->mutex);
+    bool stopped = e->stop;
     e->stop = true;
     bool started = e->started, failed = e->failed;
+    if (!started) /* there is no thread to do it */
+        record_failure(e, AGC_ERR_CLOSED, AGC_RANK_NONE, CLOSED_TEXT);
     pthread_cond_signal(&e->work);
     pthread_mutex_unlock(&e->mutex);
+    if (stopped)
+        return;
     if (started) {
-        if (failed) /* let it reach the others, or they would blame this rank for being gone; at most LINGER_NS */
+        if (failed) /* let it reach the others, or they would blame this rank for being gone; at most linger_ns */
             pthread_join(e->progress_thread, NULL);
         pthread_mutex_lock(&e->watch_mutex);
         e->watch_stop = true;
@@ -1022,6 +1048,13 @@ void agc_engine_destroy(struct agc_engine *e)
         release_all(e, e->slots[i].recv_contribution, 4 * e->nranks);
     release_all(e, e->abort_sends, AGC_NCHANNELS * e->nranks);
     e->transport.destroy(e->transport.ctx);
+}
+
+void agc_engine_destroy(struct agc_engine *e)
+{
+    if (!e)
+        return;
+    agc_engine_stop(e);
     pthread_cond_destroy(&e->work);
     pthread_cond_destroy(&e->idle);
     pthread_cond_destroy(&e->watch_wake);

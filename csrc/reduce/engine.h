@@ -4,7 +4,8 @@
  * Buckets are exchanged in the order of submission, which must be the same on all ranks.
  *
  * Failure: the first failure is final. It is told to the other ranks, every bucket under way is handed back with it, and so is every
- * later one. A peer that does not answer ends a wait after timeout_ns; nothing waits longer.
+ * later one. A peer that does not answer ends a wait after timeout_ns. One that may itself be waiting for the rank that is to blame, as
+ * a tile's owner may, gets a quarter more (at most 5 s), so that its report comes first; nothing waits longer.
  */
 #ifndef AGC_ENGINE_H
 #define AGC_ENGINE_H
@@ -26,7 +27,7 @@ struct agc_engine_callbacks {
     /* A submitted bucket holds the mean (failure NULL), or was given up. Called on the progress thread, or inside submit. The bucket's memory
      * is not touched afterwards. */
     void (*bucket_done)(void *ctx, void *token, const struct agc_failure *failure);
-    /* A peer has let this rank wait for longer than late_ns; once per peer. May be NULL. */
+    /* A peer has let this rank wait for its contribution for longer than late_ns; once per peer. May be NULL. */
     void (*peer_late)(void *ctx, uint32_t rank, uint32_t round, uint32_t bucket, double seconds);
 };
 
@@ -37,6 +38,7 @@ struct agc_engine_config {
     uint32_t elem_nbytes_max;     /* of any bucket */
     uint64_t timeout_ns;
     uint64_t late_ns;
+    uint64_t linger_ns; /* after a failure: how long destroy may wait for the news of it to reach the others; 0: 2 s */
     const uint32_t *rank_names; /* nranks numbers by which messages call the ranks; copied; NULL: their rank in the group */
     struct agc_engine_callbacks callbacks;
     struct agc_alloc alloc; /* all zero: malloc and free */
@@ -61,7 +63,11 @@ AGC_NODISCARD enum agc_status agc_engine_create(const struct agc_engine_config *
                                                 const struct agc_transport *transport, const uint64_t *params_nelems,
                                                 uint32_t nparams, struct agc_engine **engine_ret);
 
-/* Stops the thread, closes the connections, frees everything. Buckets under way are handed back as AGC_ERR_CLOSED. */
+/* Stops the threads and closes the connections. Buckets under way, and later ones, are handed back as AGC_ERR_CLOSED; calls that wait in
+ * other threads return. Idempotent. */
+void agc_engine_stop(struct agc_engine *engine);
+
+/* Stops, if that was not done, and frees everything. No call may be under way. */
 void agc_engine_destroy(struct agc_engine *engine);
 
 /* One more parameter, numbered after those there are. Waits until nothing is under way. AGC_ERR_NOMEM. */

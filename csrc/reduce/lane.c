@@ -167,6 +167,19 @@ static void run_load(const struct agc_lane *lane, const struct agc_lane_context 
         agc_elements_load(c->kernels, lane->plan.dtype, src, r->nelems, (float *)x + r->tile_elem);
 }
 
+/* The lane's encoding is the bucket's own bytes. */
+static bool is_verbatim(const struct agc_lane *lane)
+{
+    return (lane->codec->flags & AGC_CODEC_LOSSLESS) != 0 && !lane->has_residual;
+}
+
+const uint8_t *agc_lane_payload(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t)
+{
+    struct run r = run_first(lane, t);
+    bool whole = r.nelems == agc_plan_tile_nelems(&lane->plan, t);
+    return is_verbatim(lane) && whole ? bucket_at(lane, c, r.bucket_elem) : NULL;
+}
+
 /* Takes back the residual of a run that was encoded through scratch. A run that is not live kept its own, and adds what its zeros cost in
  * blocks that it shares: nothing, where zero stays zero. */
 static void residual_put(float *residual, const float *scratch_residual, uint32_t nelems, bool live)
@@ -179,13 +192,20 @@ static void residual_put(float *residual, const float *scratch_residual, uint32_
         residual[i] += scratch_residual[i];
 }
 
+/* Random numbers of a rank's contribution. Each sender draws its own: were they the same, the errors of the ranks would not average out,
+ * and the mean, rounded once more with the numbers that made it, would be biased. */
+static struct agc_rng contribution_rng(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t)
+{
+    return agc_rng_key(c->seed, c->round, c->bucket_index, lane->index | (c->rank + 1) << 8, t * lane->plan.tile_nelems);
+}
+
 void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t, uint8_t *dst)
 {
     struct agc_tile tile = agc_lane_tile(lane, c, t);
     struct run r = run_first(lane, t);
-    bool lossless = (lane->codec->flags & AGC_CODEC_LOSSLESS) != 0;
+    tile.rng = contribution_rng(lane, c, t);
 
-    if (lossless && !lane->has_residual) { /* the bucket's own bytes */
+    if (is_verbatim(lane)) {
         size_t elem_nbytes = agc_dtype_nbytes(lane->plan.dtype), nbytes = tile.nelems * elem_nbytes;
         do
             memcpy(dst + r.tile_elem * elem_nbytes, bucket_at(lane, c, r.bucket_elem), r.nelems * elem_nbytes);

@@ -73,6 +73,7 @@ struct agc_lane_context {
     uint32_t bucket_index;
     uint32_t seed;
     uint32_t round;
+    uint32_t rank;
 };
 
 /* Builds lane `index` of a bucket of npieces parameters. Allocates residuals. AGC_ERR_NOMEM leaves nothing behind but residuals. */
@@ -88,10 +89,14 @@ void agc_lane_mark_live(struct agc_lane *lane, const struct agc_lane_context *c)
 /* Encodes tile t of the bucket with the worker's residual. dst has agc_tile_nbytes of the tile. */
 void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t, uint8_t *dst);
 
+/* Where the bucket itself holds what agc_lane_encode would write for tile t, padding aside: a lossless lane's tile that lies in one piece. Else
+ * NULL. */
+const uint8_t *agc_lane_payload(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t);
+
 /* Encodes the mean of tile t, in the work type, with the owner's residual. */
 void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t, void *mean, uint8_t *dst);
 
-/* The tile as codecs see it. */
+/* The tile as codecs see it; its random numbers are those of the owner's mean. */
 struct agc_tile agc_lane_tile(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t);
 
 /* Where tile t is to be decoded to: into the bucket itself if it lies there in one piece in the work type, else scratch->x; put copies it

@@ -21,7 +21,7 @@
 struct agc_lane_plan agc_plan_lane(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems, uint32_t nranks)
 {
     struct agc_lane_plan p = {.spec = *spec, .dtype = dtype, .nranks = nranks, .nelems = nelems};
-    /* As few stripes as tiles of full size allow, and the lane spread evenly over them: shares differ by less than a tile. */
+    /* As few stripes as tiles of full size allow, and the lane spread evenly over them: shares differ by at most a tile. */
     uint64_t nstripes = agc_div_up(nelems, (uint64_t)AGC_TILE_NELEMS_MAX * nranks);
     uint64_t even = nelems ? agc_div_up(nelems, nstripes * nranks) : 1;
     p.tile_nelems = (uint32_t)agc_round_up(even, AGC_TILE_GRANULE_NELEMS);

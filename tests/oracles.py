@@ -1,0 +1,416 @@
+"""What the codecs, frames and random numbers must be, in numpy: slow, obvious, and from the papers.
+
+Nothing here knows the implementation. An array of bfloat16 numbers, which numpy does not have, is
+an array of their bits (uint16); so every function that takes numbers takes the name of their data
+type too. "Work type" is float64 for raw frames of float64 and float32 for everything else.
+
+Sources:
+    int8: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization"
+        (2022): absolute maximum per block; here with a linear code of 255 values instead of their
+        dynamic tree code.
+    stochastic rounding: Gupta, Agrawal, Gopalakrishnan, Narayanan, "Deep Learning with Limited
+        Numerical Precision" (2015).
+    fp16: IEEE 754-2019, binary16. bf16: Kalamkar et al., "A Study of BFLOAT16 for Deep Learning
+        Training" (2019).
+    residual (error feedback): Seide et al., "1-Bit Stochastic Gradient Descent" (2014); Karimireddy
+    et al., "Error
+        Feedback Fixes SignSGD" (2019).
+    splitmix64: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators" (2014). The
+        32-bit finaliser: Wellons, "hash-prospector" (2018), lowbias32.
+    CRC32C: Castagnoli, Bräuer, Herrmann (1993); RFC 3720, appendix B.4.
+"""
+
+import struct
+
+import numpy as np
+
+MAGIC = b"AGCF"
+VERSION = 1
+HEADER_NBYTES = 64
+TILE_NELEMS = 65536
+TILE_GRANULE_NELEMS = 256
+ALIGN_NBYTES = 16
+BLOCK_DEFAULT = 256
+
+CODEC_IDS = {"raw": 1, "fp16": 2, "bf16": 3, "int8": 5}
+DTYPE_IDS = {"float32": 1, "float16": 2, "bfloat16": 3, "float64": 4}
+ELEM_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8"}
+
+FLAG_CHECKSUM, FLAG_STOCHASTIC, FLAG_RESULT, FLAG_ABORT, FLAG_ABSENT = 1, 2, 4, 8, 16
+
+F32 = np.float32
+NAN_F32 = np.array([0x7FC00000], "<u4").view(F32)[0]
+NAN_F64 = np.array([0x7FF8000000000000], "<u8").view(np.float64)[0]
+FLT_MAX = np.finfo(F32).max
+TINY_ABSMAX = F32(2.0**-100)
+
+
+def quiet():
+    """Let infinities and NaNs arise without a warning."""
+    return np.errstate(all="ignore")
+
+
+# ---- checksum, random numbers, header -----------------------------------------------------------
+
+
+def crc32c(data: bytes) -> int:
+    """Divide by the Castagnoli polynomial, bits reflected, all ones before and after."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = (crc >> 8) ^ _CRC_TABLE[(crc ^ byte) & 0xFF]
+    return crc ^ 0xFFFFFFFF
+
+
+def _crc_of_one_byte(byte: int) -> int:
+    for _ in range(8):
+        byte = (byte >> 1) ^ (0x82F63B78 if byte & 1 else 0)
+    return byte
+
+
+_CRC_TABLE = [_crc_of_one_byte(byte) for byte in range(256)]
+
+
+def splitmix64(x: int) -> int:
+    mask = (1 << 64) - 1
+    x = (x + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def random_bits(seed: int, round_: int, bucket: int, lane: int, first_elem: int, nelems: int):
+    """Hash the coordinates of each element of a tile: 32 bits each."""
+    key = splitmix64(seed << 32 | round_)
+    key = splitmix64(key ^ (bucket << 32 | lane))
+    key = splitmix64(key ^ first_elem)
+    key0, key1 = np.uint32(key & 0xFFFFFFFF), np.uint32(key >> 32)
+    with quiet():  # everything modulo 2^32
+        x = np.arange(nelems, dtype=np.uint32) * np.uint32(0x9E3779B1) + key0
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        x = ((x ^ (x >> np.uint32(15))) + key1) * np.uint32(0x846CA68B)
+        return x ^ (x >> np.uint32(16))
+
+
+def dither_of(bits):
+    """Map random bits to multiples of 2^-24 in [-0.5, 0.5); exact in float32."""
+    return ((bits >> np.uint32(8)) / 2.0**24 - 0.5).astype(F32)
+
+
+def header(
+    codec_id: int,
+    dtype_id: int,
+    nelems: int,
+    payload_nbytes: int,
+    *,
+    block: int = 0,
+    flags: int = 0,
+    seed: int = 0,
+    version: int = VERSION,
+    values: int = 0,
+    nforwards: int = 0,
+    block_log2: int | None = None,
+    tile_nelems: int = TILE_NELEMS,
+    frac_e9: int = 0,
+    stream: int = 0,
+    round_: int = 0,
+    first_tile: int = 0,
+    ntiles: int | None = None,
+    bucket: int = 0,
+    lane: int = 0,
+    chunk_log2: int = 0,
+    checksum_of_header: int | None = None,
+) -> bytes:
+    """Return 64 bytes as docs/wire_format.md lays them out."""
+    if ntiles is None:
+        ntiles = -(-nelems // tile_nelems)
+    if block_log2 is None:
+        block_log2 = block.bit_length() - 1 if block else 0
+    tile_granules = tile_nelems // TILE_GRANULE_NELEMS - 1
+    packed = struct.pack(
+        "<4s8B",
+        MAGIC,
+        version,
+        codec_id,
+        dtype_id,
+        values,
+        flags,
+        nforwards,
+        block_log2,
+        tile_granules,
+    )
+    packed += struct.pack("<IQQQ", frac_e9, nelems, payload_nbytes, stream)
+    packed += struct.pack("<IIIIHBB", seed, round_, first_tile, ntiles, bucket, lane, chunk_log2)
+    return packed + struct.pack(
+        "<I", crc32c(packed) if checksum_of_header is None else checksum_of_header
+    )
+
+
+# ---- numbers ------------------------------------------------------------------------------------
+
+
+def f16_from_f32(v):
+    """Round to binary16, nearest, ties to even; every NaN becomes 0x7e00."""
+    with quiet():
+        return np.where(np.isnan(v), np.uint16(0x7E00), v.astype(np.float16).view(np.uint16))
+
+
+def f32_from_f16(bits):
+    """Widen binary16, exactly; every NaN becomes one NaN."""
+    with quiet():
+        wide = bits.view(np.float16).astype(F32)
+    return np.where(np.isnan(wide), NAN_F32, wide)
+
+
+def bf16_from_f32(v):
+    """Take the nearer of the two neighbours, of equally near ones the even; one NaN for all."""
+    bits = v.view(np.uint32)
+    below, above = bits & np.uint32(0xFFFF0000), (bits & np.uint32(0xFFFF0000)) + np.uint32(0x10000)
+
+    def magnitude(
+        pattern,
+    ):  # of the number after the largest finite one: as if the exponent went on
+        value = np.abs(pattern.view(F32).astype(np.float64))
+        return np.where(np.isinf(value), 2.0**128, value)
+
+    with quiet():
+        exact = np.abs(v.astype(np.float64))
+        down, up = exact - magnitude(below), magnitude(above) - exact
+        even_below = (below >> np.uint32(16)) & np.uint32(1) == 0
+        take_above = (up < down) | ((up == down) & ~even_below)
+    nearest = np.where(take_above & np.isfinite(v), above, below) >> np.uint32(16)
+    return np.where(np.isnan(v), np.uint32(0x7FC0), nearest).astype(np.uint16)
+
+
+def f32_from_bf16(bits):
+    """Append 16 zero bits; a signalling NaN becomes quiet, as in any arithmetic."""
+    wide = bits.astype(np.uint32) << np.uint32(16)
+    nan = (wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.where(nan, wide | np.uint32(0x00400000), wide).astype(np.uint32).view(F32)
+
+
+def to_f32(x, dtype):
+    """Return numbers of any data type as float32."""
+    with quiet():
+        if dtype == "float16":
+            return f32_from_f16(x.view(np.uint16))
+        return f32_from_bf16(x) if dtype == "bfloat16" else x.astype(F32)
+
+
+def from_work(work, dtype):
+    """Round numbers of the work type to a data type; float64 goes to 16 bits through float32."""
+    with quiet():
+        if dtype == "float16":
+            return f16_from_f32(work.astype(F32)).view(np.float16)
+        return bf16_from_f32(work.astype(F32)) if dtype == "bfloat16" else work.astype(dtype)
+
+
+def add(total, decoded):
+    """Add decoded numbers to what was there; every NaN becomes one NaN."""
+    with quiet():
+        result = total + decoded
+    return np.where(np.isnan(result), NAN_F64 if result.dtype == np.float64 else NAN_F32, result)
+
+
+# ---- codecs: one tile ---------------------------------------------------------------------------
+#
+# encode_*(x, residual, ...) -> (payload without padding, new residual); residual is None or
+# float32. decode_*(payload, nelems, ...) -> numbers of the work type
+
+
+def encode_raw(x, dtype, residual=None):
+    """Lay the numbers end to end; what is owed goes along, rounded to the data type."""
+    if residual is None:
+        return x.astype(STORED_AS[dtype], copy=False).tobytes(), None
+    if dtype == "float16":
+        return encode_fp16(to_f32(x, dtype), residual)
+    if dtype == "bfloat16":
+        return encode_bf16(to_f32(x, dtype), residual)
+    with quiet():
+        v = x + residual.astype(x.dtype)
+    return v.tobytes(), np.where(np.isfinite(v), F32(0), residual)
+
+
+def decode_raw(payload, nelems, dtype):
+    stored = np.frombuffer(payload, STORED_AS[dtype], nelems)
+    return stored if dtype in ("float32", "float64") else to_f32(stored, dtype)
+
+
+def _owed(v, decoded, residual):
+    """Return what was lost; where what was sent is not finite, what was owed before."""
+    with quiet():
+        return None if residual is None else np.where(np.isfinite(decoded), v - decoded, residual)
+
+
+def _with_residual(x, residual):
+    with quiet():
+        return x if residual is None else x + residual
+
+
+def encode_fp16(x, residual=None):
+    v = _with_residual(x, residual)
+    sent = f16_from_f32(v)
+    return sent.astype("<u2").tobytes(), _owed(v, f32_from_f16(sent), residual)
+
+
+def decode_fp16(payload, nelems):
+    return f32_from_f16(np.frombuffer(payload, "<u2", nelems))
+
+
+def encode_bf16(x, residual=None):
+    v = _with_residual(x, residual)
+    sent = bf16_from_f32(v)
+    return sent.astype("<u2").tobytes(), _owed(v, f32_from_bf16(sent), residual)
+
+
+def decode_bf16(payload, nelems):
+    return f32_from_bf16(np.frombuffer(payload, "<u2", nelems))
+
+
+def largest_int8_scale():
+    """Return the largest float32 of which 127 times is finite."""
+    with quiet():
+        scale = FLT_MAX / F32(127)
+        while np.isfinite(np.nextafter(scale, FLT_MAX) * F32(127)):
+            scale = np.nextafter(scale, FLT_MAX)
+        while not np.isfinite(scale * F32(127)):
+            scale = np.nextafter(scale, F32(0))
+    return scale
+
+
+def _int8_block(v, dither):
+    """Quantise one block; return its scale and its steps."""
+    with quiet():
+        absmax = np.max(np.abs(v))  # NaN if there is one
+        if not np.isfinite(absmax):
+            return NAN_F32, np.zeros(len(v), F32)
+        scale = absmax / F32(127)
+        if absmax == 0:
+            steps = v
+        elif absmax < TINY_ABSMAX:  # 127 / absmax would overflow, or the scale is subnormal
+            if scale * F32(127) < absmax:
+                scale = np.nextafter(scale, FLT_MAX)
+            steps = v / scale
+        else:
+            scale = min(scale, largest_int8_scale())
+            steps = v * (F32(127) / absmax)
+        return scale, np.clip(
+            np.rint(steps + dither if dither is not None else steps), F32(-127), F32(127)
+        )
+
+
+def encode_int8(x, residual=None, block=BLOCK_DEFAULT, dither=None):
+    v = _with_residual(x, residual)
+    scales, steps, owed = [], [], []
+    for first in range(0, len(v), block):
+        part = slice(first, first + block)
+        scale, q = _int8_block(v[part], None if dither is None else dither[part])
+        scales.append(scale)
+        steps.append(q)
+        if residual is not None:
+            with quiet():
+                lost = v[part] - q * scale
+            owed.append(lost if np.isfinite(scale) else residual[part])
+    payload = np.array(scales, "<f4").tobytes() + np.concatenate(steps).astype(np.int8).tobytes()
+    return payload, None if residual is None else np.concatenate(owed)
+
+
+def decode_int8(payload, nelems, block=BLOCK_DEFAULT):
+    nblocks = -(-nelems // block)
+    scales = np.frombuffer(payload, "<f4", nblocks)
+    q = np.frombuffer(payload, np.int8, nelems, 4 * nblocks)
+    with quiet():
+        return q.astype(F32) * np.repeat(scales, block)[:nelems]
+
+
+# ---- codecs: whole frames -----------------------------------------------------------------------
+
+
+def encode_tile(codec, x, dtype, residual, block, dither):
+    if codec == "raw":
+        return encode_raw(x, dtype, residual)
+    if codec == "int8":
+        return encode_int8(to_f32(x, dtype), residual, block, dither)
+    return {"fp16": encode_fp16, "bf16": encode_bf16}[codec](to_f32(x, dtype), residual)
+
+
+def decode_tile(codec, payload, nelems, dtype, block):
+    if codec == "raw":
+        return decode_raw(payload, nelems, dtype)
+    if codec == "int8":
+        return decode_int8(payload, nelems, block)
+    return {"fp16": decode_fp16, "bf16": decode_bf16}[codec](payload, nelems)
+
+
+def tile_nbytes(codec, nelems, dtype, block=BLOCK_DEFAULT):
+    """Return the length of a tile's payload, padding included."""
+    if codec == "raw":
+        nbytes = nelems * ELEM_NBYTES[dtype]
+    elif codec == "int8":
+        nbytes = nelems + 4 * -(-nelems // block)
+    else:
+        nbytes = 2 * nelems
+    return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
+
+
+def encode_frame(
+    codec,
+    x,
+    dtype="float32",
+    *,
+    block=BLOCK_DEFAULT,
+    stochastic=False,
+    residual=None,
+    seed=0,
+    checksum=False,
+    tile_nelems=TILE_NELEMS,
+    **fields,
+):
+    """Return the bytes of a frame, and the new residual.
+
+    fields: of the header, instead of what it would hold.
+    """
+    payload, owed = b"", []
+    for first in range(0, len(x), tile_nelems):
+        part = slice(first, first + tile_nelems)
+        nelems = len(x[part])
+        dither = dither_of(random_bits(seed, 0, 0, 0, first, nelems)) if stochastic else None
+        tile, lost = encode_tile(
+            codec, x[part], dtype, None if residual is None else residual[part], block, dither
+        )
+        payload += tile + bytes(tile_nbytes(codec, nelems, dtype, block) - len(tile))
+        owed.append(lost)
+    facts = {
+        "codec_id": CODEC_IDS[codec],
+        "dtype_id": DTYPE_IDS[dtype],
+        "nelems": len(x),
+        "payload_nbytes": len(payload),
+        "block": block if codec == "int8" else 0,
+        "flags": FLAG_CHECKSUM * checksum | FLAG_STOCHASTIC * stochastic,
+        "seed": seed,
+        "tile_nelems": tile_nelems,
+    }
+    front = header(**facts | fields)
+    back = struct.pack("<I", crc32c(payload)) if checksum else b""
+    return front + payload + back, residual if residual is None or not owed else np.concatenate(
+        owed
+    )
+
+
+def decode_frame(frame):
+    """Return the numbers of a sound frame in the work type, and the name of their data type."""
+    number, dtype_id, block_log2 = frame[5], frame[6], frame[10]
+    codec = next(name for name, value in CODEC_IDS.items() if value == number)
+    dtype = next(name for name, value in DTYPE_IDS.items() if value == dtype_id)
+    tile_nelems = (frame[11] + 1) * TILE_GRANULE_NELEMS
+    (total,) = struct.unpack_from("<Q", frame, 16)
+    at, parts = (
+        HEADER_NBYTES,
+        [np.empty(0, np.float64 if (codec, dtype) == ("raw", "float64") else F32)],
+    )
+    for first in range(0, total, tile_nelems):
+        nelems = min(tile_nelems, total - first)
+        nbytes = tile_nbytes(codec, nelems, dtype, 1 << block_log2)
+        parts.append(decode_tile(codec, frame[at : at + nbytes], nelems, dtype, 1 << block_log2))
+        at += nbytes
+    return np.concatenate(parts), dtype

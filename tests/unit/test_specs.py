@@ -1,0 +1,199 @@
+"""Specs: text to codec and back, and errors that show what would be right."""
+
+import copy
+import dataclasses
+import doctest
+import importlib
+import pickle
+import re
+
+import pytest
+
+import agentcomm
+from agentcomm import _core, specs
+from agentcomm.specs import Bf16, Codec, Fp16, Int8, Raw, parse, with_rounding
+
+BLOCKS = [32, 64, 128, 256, 512, 1024, 2048, 4096]
+CODECS = [
+    Raw(),
+    Fp16(),
+    Bf16(),
+    *(Int8(block=block, rounding=rounding) for block in BLOCKS for rounding in specs.ROUNDINGS),
+]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_codec_prints_as_its_spec(codec):
+    assert parse(str(codec)) == codec
+    assert parse(codec) is codec
+    assert str(parse(str(codec))) == str(codec)
+
+
+@pytest.mark.parametrize(
+    ("text", "codec", "printed"),
+    [
+        ("raw", Raw(), "raw"),
+        ("fp16", Fp16(), "fp16"),
+        ("bf16", Bf16(), "bf16"),
+        ("int8", Int8(), "int8"),
+        ("int8[]", Int8(), "int8"),
+        ("raw[]", Raw(), "raw"),
+        ("int8[block=256]", Int8(), "int8"),
+        ("int8[block=256,rounding=nearest]", Int8(), "int8"),
+        ("int8[block=128]", Int8(block=128), "int8[block=128]"),
+        ("int8[rounding=stochastic]", Int8(rounding="stochastic"), "int8[rounding=stochastic]"),
+        (
+            "int8[rounding=stochastic,block=32]",
+            Int8(block=32, rounding="stochastic"),
+            "int8[block=32,rounding=stochastic]",
+        ),
+        (
+            "  int8 [ block = 64 , rounding = stochastic ] ",
+            Int8(64, "stochastic"),
+            "int8[block=64,rounding=stochastic]",
+        ),
+        ("int8[block=64,]", Int8(64), "int8[block=64]"),
+    ],
+)
+def test_parse(text, codec, printed):
+    assert parse(text) == codec
+    assert str(parse(text)) == printed
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+            "int9",
+            "'int9' in spec 'int9' is no codec; there are raw, fp16, bf16, int8 (did you mean"
+            " 'int8'?)",
+        ),
+        ("bf61", "is no codec; there are raw, fp16, bf16, int8 (did you mean 'bf16'"),
+        ("topk", "'topk' in spec 'topk' is no codec; there are raw, fp16, bf16, int8"),
+        ("topk:0.01+int8", "'topk:0.01+int8' in spec 'topk:0.01+int8' is no codec; there are"),
+        ("", "'' is no spec; write name[option=value,...], for example 'int8[block=128]'"),
+        ("8int", "'8int' is no spec; write name[option=value,...]"),
+        ("int8[block=128", "'int8[block=128' is no spec; write name[option=value,...]"),
+        ("int8]", "is no spec; write name"),
+        ("int8[[block=128]]", "is no spec; write name"),
+        ("int8[block=128] fp16", "is no spec; write name"),
+        (
+            "int8[blocks=128]",
+            "'blocks=128' in spec 'int8[blocks=128]' is no option; there are block, rounding"
+            " (did you mean 'block'?)",
+        ),
+        ("int8[128]", "'128' in spec 'int8[128]' is no option; there are block, rounding"),
+        ("int8[block]", "'block' in spec 'int8[block]' has no value; write block=VALUE"),
+        ("int8[block=]", "'block=' in spec 'int8[block=]' has no value; write block=VALUE"),
+        ("raw[block=128]", "'block=128' in spec 'raw[block=128]' is no option; raw has none"),
+        (
+            "int8[block=64,block=64]",
+            "option 'block' stands twice in spec 'int8[block=64,block=64]'",
+        ),
+        ("int8[block=big]", "'block=big' in spec 'int8[block=big]': block must be a whole number"),
+        ("int8[block=128.0]", "block must be a whole number"),
+        (
+            "int8[block=100]",
+            "block=100 is out of range; it must be a power of two in 32..4096, for example"
+            " block=256",
+        ),
+        ("int8[block=16]", "block=16 is out of range; it must be a power of two in 32..4096"),
+        ("int8[block=8192]", "block=8192 is out of range; it must be a power of two in 32..4096"),
+        ("int8[block=0]", "block=0 is out of range"),
+        ("int8[block=-256]", "block=-256 is out of range"),
+        ("int8[rounding=up]", "rounding='up' is unknown; it must be 'nearest' or 'stochastic'"),
+        (None, "a spec is a text such as 'int8' or a codec object, not NoneType None"),
+        (8, "a spec is a text such as 'int8' or a codec object, not int 8"),
+        (Int8, "a spec is a text such as 'int8' or a codec object, not type <class"),
+        (b"int8", "a spec is a text such as 'int8' or a codec object, not bytes b'int8'"),
+    ],
+)
+def test_parse_shows_what_would_be_right(spec, message):
+    with pytest.raises(agentcomm.SpecError, match=re.escape(message)):
+        parse(spec)
+
+
+@pytest.mark.parametrize("block", [0, 16, 33, 8192, -32, 2**40, 128.0, "128", None, True])
+def test_int8_checks_its_block(block):
+    with pytest.raises(
+        agentcomm.SpecError, match=re.escape(f"block={block!r} is out of range; it must be a power")
+    ):
+        Int8(block=block)
+
+
+@pytest.mark.parametrize("rounding", ["", "Nearest", None, 1])
+def test_int8_checks_its_rounding(rounding):
+    with pytest.raises(
+        agentcomm.SpecError, match=re.escape(f"rounding={rounding!r} is unknown; it must be")
+    ):
+        Int8(rounding=rounding)
+
+
+def test_spec_error_is_a_value_error():
+    assert issubclass(agentcomm.SpecError, ValueError)
+    assert issubclass(agentcomm.SpecError, agentcomm.AgentCommError)
+    with pytest.raises(ValueError, match="is no codec"):
+        parse("zip")
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_codecs_are_values(codec):
+    assert copy.deepcopy(codec) == codec
+    assert pickle.loads(pickle.dumps(codec)) == codec
+    assert hash(pickle.loads(pickle.dumps(codec))) == hash(codec)
+    assert eval(repr(codec), {cls.__name__: cls for cls in specs.CODECS.values()}) == codec
+    assert not hasattr(codec, "__dict__")
+    for field in dataclasses.fields(codec):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(codec, field.name, 64)
+
+
+def test_different_codecs_differ():
+    assert len(set(CODECS)) == len(CODECS) == len({str(codec) for codec in CODECS})
+    assert Fp16() != Bf16()
+
+
+def test_the_core_and_the_package_know_the_same_codecs():
+    rows = _core.codec_table()
+    assert list(specs.CODECS) == [row["name"] for row in rows]
+    for row in rows:
+        cls = specs.CODECS[row["name"]]
+        assert issubclass(cls, Codec)
+        assert cls().to_tuple()[0] == row["id"]
+        assert cls().lossless == row["lossless"]
+        assert cls().feedback_default == row["feedback"]
+        assert getattr(agentcomm, cls.__name__) is cls
+        assert cls.__doc__
+        default = {field.name: field.default for field in dataclasses.fields(cls)}
+        assert default.get("block", 0) == row["block_nelems"]
+        assert ("rounding" in default) == row["stochastic"]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_the_core_accepts_what_the_package_accepts(codec):
+    assert _core.frame_nbytes(codec.to_tuple(), 1, 1, False) > _core.HEADER_NBYTES
+
+
+@pytest.mark.parametrize(
+    ("spec", "rounding", "expected"),
+    [
+        ("int8", None, "int8"),
+        ("int8", "nearest", "int8"),
+        ("int8", "stochastic", "int8[rounding=stochastic]"),
+        ("int8[block=32]", "stochastic", "int8[block=32,rounding=stochastic]"),
+        ("int8[rounding=stochastic]", "nearest", "int8[rounding=stochastic]"),
+        ("fp16", "stochastic", "fp16"),
+        ("raw", "stochastic", "raw"),
+    ],
+)
+def test_a_default_rounding_fills_in_what_the_spec_leaves_open(spec, rounding, expected):
+    assert str(with_rounding(parse(spec), rounding)) == expected
+
+
+@pytest.mark.parametrize(
+    "name", ["agentcomm.specs", "agentcomm.frames", "agentcomm.errors", "agentcomm.stats"]
+)
+def test_examples_in_docstrings(name):
+    outcome = doctest.testmod(importlib.import_module(name))
+    assert outcome.failed == 0
+    assert outcome.attempted > 0 or name.endswith(("errors", "stats"))
