@@ -543,8 +543,10 @@ static enum agc_status step_open(struct agc_engine *e)
     AGC_TRY(finish_sends(e, s, job));
     s->job = job;
     s->lane = &job->bucket->lanes[job->lane];
-    s->chunk = job->chunk;
     s->chunk_nstripes = agc_plan_chunk_nstripes(&s->lane->plan, e->chunk_log2);
+    /* From the end: backward has filled the bucket from its beginning, so that what it wrote last may still be cached. And DDP will copy the
+     * results out from the beginning, which is then what was decoded last. */
+    s->chunk = agc_plan_nchunks(&s->lane->plan, s->chunk_nstripes) - 1 - job->chunk;
     s->nabsent = job->absent ? 1 : 0;
     bool direct = s->lane->plan.direct;
 
