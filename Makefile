@@ -3,7 +3,7 @@
 #   make setup      the project and its test and demo extras, installed in .venv (editable)
 #   make demo       examples/demo.py
 #   make test       the C tests, then pytest          PYTEST_ARGS="-m 'not slow' -x"
-#   make bench      kernels in C, then `agentcomm bench`    BENCH_ARGS=...
+#   make bench      kernels in C, then the step time over loopback    BENCH_ARGS=...
 #   make lint       formats, types, spelling, and a plain compile with -Werror
 #   make sanitize   the C tests and tests/unit under ASan, UBSan and TSan
 #   make fuzz       libFuzzer, FUZZ_SECONDS a target (needs clang)
@@ -41,7 +41,7 @@ test: $(BUILT)
 
 bench: $(BUILT)
 	$(MAKE) -C tests/c bench
-	$(PY) -m agentcomm bench $(BENCH_ARGS)
+	$(PY) benchmarks/ddp_step.py $(if $(BENCH_ARGS),$(BENCH_ARGS),--link loopback)
 
 lint: $(BUILT) $(LINTERS)
 	$(PY) -m ruff check .
