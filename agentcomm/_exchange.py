@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from agentcomm import _core, errors
-from agentcomm._rendezvous import Meeting, Members
+from agentcomm._rendezvous import Failure, Meeting, Members, Notices
 from agentcomm._tensors import capsule
 from agentcomm.errors import SpecError, StateError
 from agentcomm.specs import SpecTuple
@@ -31,7 +31,7 @@ def _close_all() -> None:
         exchange.close()
 
 
-class _Failure:
+class _Failed:
     """Stands for the result of a future that failed.
 
     DDP reads a hook's result in C++, where it would turn any exception into a RuntimeError. But to
@@ -40,9 +40,12 @@ class _Failure:
     traceback of a kept exception would keep the frames that hold the DDP.
     """
 
-    def __init__(self, class_name: str, status: str, text: str, rank: int | None) -> None:
+    def __init__(
+        self, class_name: str, status: str, text: str, rank: int, global_ranks: list[int]
+    ) -> None:
         self._class: type[errors.AgentCommError] = getattr(errors, class_name)
-        self._status, self._text, self._rank = status, text, rank
+        self._status, self._text = status, text
+        self._rank = global_ranks[rank] if rank >= 0 else None
 
     def __str__(self) -> str:
         self.throw()
@@ -53,18 +56,17 @@ class _Failure:
         raise error
 
 
-# A future, its result, and the ranks' numbers in messages.
-Token = tuple[torch.futures.Future[Any], Any, list[int]]
+# A future, its result, and what to do with a failure.
+Token = tuple[torch.futures.Future[Any], Any, Notices]
 
 
-def _on_done(kept: tuple[Token, object], failure: tuple[str, str, str, int] | None) -> None:
+def _on_done(kept: tuple[Token, object], failure: Failure | None) -> None:
     """Complete a future: called by the progress thread, which holds the GIL for just this."""
-    future, value, ranks = kept[0]
+    future, value, notices = kept[0]
     if failure is None:
         future.set_result(value)
         return
-    class_name, status, text, rank = failure
-    failed = _Failure(class_name, status, text, ranks[rank] if rank >= 0 else None)
+    failed = _Failed(*notices.settle(failure), notices.global_ranks)
     # For those who wait in Python; what Future.set_exception does, with another value.
     future._set_unwrap_func(failed.throw)
     future.set_result(failed)
@@ -143,6 +145,7 @@ class Exchange:
         """
         members = meeting.members
         self.members: Members = members
+        self._notices = Notices(meeting)
         mine = config | {"local": {"chunk_log2": chunk_log2}}
         meeting.publish(mine)
         configs = meeting.compare(mine)
@@ -199,10 +202,8 @@ class Exchange:
         absent: this rank does not count in the mean.
         """
         future: torch.futures.Future[Any] = torch.futures.Future()
-        token: Token = (future, value, self.members.global_ranks)
-        self._engine.submit(
-            index, round_ & 0xFFFFFFFF, nforwards, absent, capsule(tensor), token
-        )
+        token: Token = (future, value, self._notices)
+        self._engine.submit(index, round_ & 0xFFFFFFFF, nforwards, absent, capsule(tensor), token)
         return future
 
     def residual(self, param: int, nelems: int, *, owner: bool = True) -> torch.Tensor:

@@ -8,8 +8,11 @@ connections are a gloo group of their own. It is built directly from the store;
 hangs where ranks have different histories.
 """
 
+import contextlib
 import json
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -25,6 +28,10 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 _FALLBACK_TIMEOUT_S = 1800.0
+_NOTICE_S = 2.0  # what the news of a failure may cost
+
+# Exception class, status, text, rank of the group or -1.
+Failure = tuple[str, str, str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,18 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
     return _FALLBACK_TIMEOUT_S
 
 
+@contextlib.contextmanager
+def _store_in_use() -> Iterator[None]:
+    """Tell the loss of the store from the absence of a rank."""
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise PeerError(
+            "the store of the process group is gone: the process that serves it has ended, which"
+            f" is rank 0's or the launcher's ({str(error).splitlines()[0][:200]})"
+        ) from None
+
+
 class Meeting:
     """One attempt of all members to connect; the k-th of one rank meets the k-th of the others."""
 
@@ -80,13 +99,19 @@ class Meeting:
         """
         self.members = members
         self.timeout_s = timeout_s
-        attempt = members.store.add(f"agentcomm/attempts/{members.rank}", 1)
+        with _store_in_use():
+            # First over the connection that is there: a new one to a dead host is tried for long.
+            attempt = members.store.add(f"agentcomm/attempts/{members.rank}", 1)
+            # A wait occupies its connection to the store: with a connection of its own it does not
+            # keep other threads, which may meet too, from theirs.
+            self._store = members.store.clone()  # type: ignore[attr-defined]
         self.name = f"agentcomm/{members.group.group_name}/{attempt}"
         self._prefix = f"agentcomm/{attempt}"
 
     def publish(self, config: dict[str, Any]) -> None:
         """Tell the others this rank's settings, or ``{"error": text}`` if it cannot take part."""
-        self.members.store.set(f"{self._prefix}/config/{self.members.rank}", json.dumps(config))
+        with _store_in_use():
+            self._store.set(f"{self._prefix}/config/{self.members.rank}", json.dumps(config))
 
     def compare(self, config: dict[str, Any]) -> list[dict[str, Any]]:
         """Wait for everybody's settings and compare them with this rank's.
@@ -120,25 +145,30 @@ class Meeting:
         key = f"{self._prefix}/config/{rank}"
         left_s = max(deadline - time.monotonic(), 0.001)
         try:
-            self.members.store.wait([key], timedelta(seconds=left_s))
-            loaded: dict[str, Any] = json.loads(self.members.store.get(key))
-        except RuntimeError as error:
-            name = self.members.global_ranks[rank]
-            raise PeerError(
-                f"rank {name} did not register agentcomm within {self.timeout_s:.1f} s (timeout_s):"
-                " it is gone,"
-                " or its script does not call attach() or register the hook, which every rank of"
-                " the"
-                f" group must do ({str(error).splitlines()[0][:200]})"
-            ) from None
+            with _store_in_use():
+                self._store.wait([key], timedelta(seconds=left_s))
+                loaded: dict[str, Any] = json.loads(self._store.get(key))
+        except dist.DistStoreError as error:
+            missing = PeerError(
+                f"rank {self.members.global_ranks[rank]} did not register agentcomm within"
+                f" {self.timeout_s:.1f} s (timeout_s): it is gone, or its script does not call"
+                " attach() or register the hook, which every rank of the group must do"
+                f" ({str(error).splitlines()[0][:200]})"
+            )
+            missing.rank = self.members.global_ranks[rank]
+            raise missing from None
         return loaded
+
+    def notice_board(self) -> tuple[Store, str]:
+        """Return the store and the prefix of the keys of ``Notices``."""
+        return self._store, f"{self._prefix}/notices"
 
     def connect(self) -> object:
         """Connect the members; returns the transport, a capsule for ``_core.Engine``."""
         from agentcomm._extension import c10d
 
         members, timeout = self.members, timedelta(seconds=self.timeout_s)
-        store = PrefixStore(f"{self._prefix}/gloo", members.store)
+        store = PrefixStore(f"{self._prefix}/gloo", self._store)
         try:
             backend = dist.ProcessGroupGloo(store, members.rank, members.nranks, timeout=timeout)
         except RuntimeError as error:
@@ -158,3 +188,40 @@ class Meeting:
             return c10d().open(self.name)
         finally:
             torch._C._distributed_c10d._unregister_process_group(name)
+
+
+class Notices:
+    """What the ranks say, in the store, about why they give up.
+
+    A rank that gives up tells the others over its connections, but does not wait long for those
+    that are busy elsewhere: to them it would seem to be the one that died.
+    """
+
+    def __init__(self, meeting: Meeting) -> None:
+        self._rank, self.global_ranks = meeting.members.rank, meeting.members.global_ranks
+        self._store, self._prefix = meeting.notice_board()
+        self._settled: Failure | None = None
+
+    def settle(self, failure: Failure) -> Failure:
+        """Post this rank's failure; return it, or that of a peer which has left because of it."""
+        if self._settled is None:
+            self._settled = failure
+            # A store that does not answer must not hold up the failure.
+            worker = threading.Thread(target=self._post, args=(failure,), daemon=True)
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending
+                worker.start()
+                worker.join(_NOTICE_S)
+        return self._settled
+
+    def _post(self, failure: Failure) -> None:
+        with contextlib.suppress(RuntimeError):  # there is no store any more
+            self._settled = self._cause(failure)
+            self._store.set(f"{self._prefix}/{self._rank}", json.dumps(self._settled))
+
+    def _cause(self, failure: Failure) -> Failure:
+        _, status, _, rank = failure
+        if status != "AGC_ERR_PEER" or not self._store.check([f"{self._prefix}/{rank}"]):
+            return failure
+        class_name, status, text, culprit = json.loads(self._store.get(f"{self._prefix}/{rank}"))
+        by = f"reported by rank {self.global_ranks[rank]}, which has left"
+        return class_name, status, f"{text} ({by})", culprit

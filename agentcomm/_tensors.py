@@ -16,6 +16,16 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def bucket_strides(real: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides by which DDP lays a parameter out in a bucket.
+
+    They are its own if it is dense (channels_last is), else those of a contiguous tensor.
+    """
+    if torch.empty_like(real, device="meta").stride() == real.stride():
+        return real.stride()
+    return torch.empty(real.shape, device="meta").stride()
+
+
 def dtype_id(dtype: torch.dtype) -> int:
     """Return the core's number of a real data type.
 

@@ -15,13 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from agentcomm import _core
 from agentcomm._exchange import Exchange, Lane, check_timeout, chunk_log2_of
 from agentcomm._rendezvous import Meeting, Members, group_timeout_s, members_of
-from agentcomm._tensors import as_real, check_device, dtype_id
+from agentcomm._tensors import as_real, bucket_strides, check_device, dtype_id
 from agentcomm.errors import AgentCommError, SpecError, StateError
 from agentcomm.specs import Codec, Raw, check_rounding, parse, suggest, with_rounding
 from agentcomm.stats import BucketStats, Stats
 
 Feedback = bool | str
 _RAW = Raw()
+# What DDP's Python reducer passes instead of a bucket: a gradient and its parameter.
+_Gradient = tuple[torch.Tensor, torch.Tensor]
 
 
 def _check_whole(name: str, value: object, low: int, high: int) -> None:
@@ -132,7 +134,7 @@ class _Names:
                 raise SpecError(f"pattern {pattern!r} in {what} matches no parameter{near}")
 
 
-def _world_size_one_future(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+def _done_future(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(tensor)
     return future
@@ -180,6 +182,9 @@ class Handle:
         # Parameters by identity; the weak reference tells a new one at an old address.
         self._params: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._complete = False  # every parameter has been seen
+        # For DDP's Python reducer: numbers of the parameters, and those that this round has seen.
+        self._gradients: dict[int, int] = {}
+        self._seen: set[int] = set()
         self._sparse_nbytes = 0
         self._nbuckets = 0
         self._closed = False
@@ -288,7 +293,7 @@ class Handle:
             self._nforwards = 0
         self._nbuckets += 1
         if self._exchange is None:
-            return _world_size_one_future(tensor)
+            return _done_future(tensor)
         if tensor.is_sparse:
             self._sparse_nbytes += tensor._nnz() * tensor.element_size()
             return _dense_allreduce(self._members.group, tensor)
@@ -299,6 +304,37 @@ class Handle:
             self._define(index, key, params, tensor, real)
         self._complete |= last
         return self._exchange.submit(index, round_, nforwards, self._is_absent(), real, tensor)
+
+    def exchange_gradient(self, grad: torch.Tensor, param: torch.Tensor) -> None:
+        """Average one parameter's gradient in place.
+
+        That is what DDP's Python reducer asks for (``torch._dynamo.config.optimize_ddp`` is
+        ``"python_reducer"``): it has no buckets and does not wait for what a hook returns.
+        """
+        index = self._gradients.setdefault(id(param), len(self._gradients))
+        if index in self._seen:
+            self._seen.clear()
+            self._round += 1
+        self._seen.add(index)
+        self._nbuckets += 1
+        if self._exchange is None:
+            return
+        if grad.is_sparse:
+            self._sparse_nbytes += grad._nnz() * grad.element_size()
+            grad.copy_(_dense_allreduce(self._members.group, grad).wait())
+            return
+        real = as_real(grad.detach())
+        strides = bucket_strides(as_real(param.detach()))
+        dense = real
+        if real.stride() != strides:
+            dense = torch.empty_strided(real.shape, strides, dtype=real.dtype).copy_(real)
+        flat = dense.as_strided((dense.numel(),), (1,))
+        key = (self._epoch, self._round < self._options.warmup_nrounds, id(param))
+        if self._layouts.get(index) != key:
+            self._define(index, key, [param], flat, flat)
+        self._exchange.submit(index, self._round, 0, False, flat, None).wait()
+        if dense is not real:
+            real.copy_(dense)
 
     def _is_absent(self) -> bool:
         """Whether this rank has joined (torch's ``Join``) and must not count in the mean.
@@ -325,18 +361,23 @@ class Handle:
         assert exchange is not None
         check_device(tensor, f"bucket {index}")
         dtype = dtype_id(real.dtype)
-        factor = 2 if tensor.is_complex() else 1
         if index in self._layouts:  # all layouts are new, since parameters move between buckets
             exchange.reset_buckets()
             self._layouts.clear()
-        numbers, lane_of, lanes = [], [], []
+        total, numbers, lane_of, lanes = 0, [], [], []
         for param in params:
-            nelems = param.numel() * factor
+            nelems = as_real(param.detach()).numel()
+            total += nelems
             numbers.append(self._param_number(param, nelems))
             lane = self._options.lane(_RAW if key[1] else self._codec_of(param, nelems))
             if lane not in lanes:
                 lanes.append(lane)
             lane_of.append(lanes.index(lane))
+        if total != real.numel():  # the core takes the layout's word for the size of the memory
+            raise StateError(
+                f"bucket {index} has {real.numel()} elements and its parameters have {total}:"
+                " agentcomm does not know this form of bucket"
+            )
         exchange.define_bucket(index, dtype, numbers, lane_of, lanes)
         self._layouts[index] = key
 
@@ -367,9 +408,9 @@ class Handle:
 
         Shapes:
             param: a parameter of the module.
-            returns: as param, float32; twice the last dimension for complex. The owner's part is
-                included, times the number of ranks, so that the mean over ranks is what the group
-                owes.
+            returns: as param, float32; as ``torch.view_as_real`` of a complex one. The owner's part
+                is included, times the number of ranks, so that the mean over ranks is what the
+                group owes.
 
         Raises:
             StateError: the handle is closed or the parameter was in no bucket yet.
@@ -378,9 +419,9 @@ class Handle:
         known = self._params.get(id(param))
         if self._exchange is None or known is None:
             raise StateError("no bucket has held this parameter yet; run a backward pass first")
-        return self._exchange.residual(known[1], as_real(param.detach()).numel()).view(
-            as_real(param.detach()).shape
-        )
+        real = as_real(param.detach())
+        flat = self._exchange.residual(known[1], real.numel())
+        return flat.as_strided(real.shape, bucket_strides(real))
 
 
 class HookState:
@@ -440,19 +481,30 @@ class HookState:
         """Leave out what belongs to this process: the handle and the group."""
         return {"options": self.options, "_module": None, "_group": None, "_handle": None}
 
-    def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def exchange(self, bucket: GradBucket | _Gradient) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; connect first if need be."""
         handle = self._handle
         if handle is None:
             handle = self._handle = _make_handle(self.options, self._module, self._group)
             self._module = None  # the handle has the names; nothing here keeps the module alive
+        if isinstance(bucket, tuple):
+            grad, param = bucket
+            if handle.closed:
+                grad.copy_(_dense_allreduce(self._open_group(), grad).wait())
+            else:
+                handle.exchange_gradient(grad, param)
+            return _done_future(grad)
         if handle.closed:
-            group = self._group if self._group is not None else dist.group.WORLD
-            assert group is not None  # DDP has one
-            return _dense_allreduce(group, bucket.buffer())
+            return _dense_allreduce(self._open_group(), bucket.buffer())
         return handle.exchange(bucket)
 
+    def _open_group(self) -> dist.ProcessGroup:
+        group = self._group if self._group is not None else dist.group.WORLD
+        assert group is not None  # DDP has one
+        return group
 
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def comm_hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a gradient bucket: the hook for ``register_comm_hook(state, agentcomm.comm_hook)``.
 
@@ -581,6 +633,7 @@ def attach(
     state = _states.get(ddp)
     if state is None:
         state = HookState(spec, group=ddp_group)
+        ddp._comm_hooks.clear()  # a copied DDP has the first one's state there
         ddp.register_comm_hook(state, comm_hook)
         _states[ddp] = state
         _count_forwards(ddp, state)
@@ -596,12 +649,13 @@ def _check_attachable(ddp: DistributedDataParallel, group: dist.ProcessGroup | N
             f" {_ranks(ddp.process_group)};"
             " leave group= out, or pass process_group= to DistributedDataParallel"
         )
-    if ddp not in _states and ddp._comm_hooks:
-        hook = ddp._comm_hooks[0][0]
+    # The list ddp._comm_hooks knows no built-in hooks, and a copied DDP has it without the hooks.
+    data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    hook = data.get("comm_hook")
+    if ddp not in _states and hook:
         raise StateError(
-            f"the DDP has a communication hook already ({getattr(hook, '__qualname__', hook)}), and"
-            " torch allows"
-            " one; remove that register_comm_hook call"
+            f"the DDP has a communication hook already ({hook}), and torch allows one; remove that"
+            " register_comm_hook call"
         )
     for param in ddp.module.parameters():
         check_device(param, "a parameter")
@@ -626,10 +680,10 @@ def _count_forwards(ddp: DistributedDataParallel, state: HookState) -> None:
     A rank that leaves out a backward pass would else pair its next one with the others' present
     one, unnoticed.
     """
-    reference = weakref.ref(state)
+    reference, owner = weakref.ref(state), weakref.ref(ddp)
 
     def count(module: torch.nn.Module, args: object) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or module is not owner():  # a copy has this hook too
             return
         state = reference()
         if state is not None and state._handle is not None and torch.is_grad_enabled():

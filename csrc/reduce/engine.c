@@ -927,6 +927,11 @@ static enum agc_status engine_init(struct agc_engine *e, const uint64_t *params_
         e->staging = (uint8_t *)engine_alloc(e, lay_out_staging(e, NULL));
         if (!e->staging)
             return AGC_ERR_NOMEM;
+#ifdef MADV_NOHUGEPAGE
+        /* Most of it is reserve: in huge pages every frame, however short, would take up at least one. */
+        if (e->config.alloc.alloc == default_alloc)
+            (void)madvise(e->staging, lay_out_staging(e, NULL), MADV_NOHUGEPAGE);
+#endif
         lay_out_staging(e, e->staging);
     }
     e->chunk_log2 = e->config.chunk_log2 ? e->config.chunk_log2 : AGC_CHUNK_LOG2_AUTO_FIRST;
