@@ -8,11 +8,13 @@
 extern "C" {
 #endif
 
-/* Opens a transport over the process group registered under group_name, which is then the transport's alone. It keeps the group alive
- * until destroy, which must not be called while holding a lock that the group's threads may want (Python's GIL, for one).
- * On failure error_text says why. */
-AGC_NODISCARD enum agc_status agc_c10d_open(const char *group_name, struct agc_transport *transport_ret,
-                                            char *error_text, size_t error_text_cap_nbytes);
+/* Opens a transport over the process group registered under group_name, which is then the
+ * transport's alone. It keeps the group alive until destroy, which must not be called while holding
+ * a lock that the group's threads may want (Python's GIL, for one). On failure error_text says why.
+ */
+AGC_NODISCARD enum agc_status agc_c10d_open(const char *group_name,
+                                            struct agc_transport *transport_ret, char *error_text,
+                                            size_t error_text_cap_nbytes);
 
 /* Version of torch that this was compiled against. */
 const char *agc_c10d_torch_version(void);

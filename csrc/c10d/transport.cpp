@@ -1,10 +1,12 @@
-/* transport.cpp: the transport over a c10d process group. The only file that includes PyTorch, and the only C++.
+/* transport.cpp: the transport over a c10d process group. The only file that includes PyTorch, and
+ * the only C++.
  *
- * On the CPU it uses point-to-point operations: on gloo, send and recv are carried out by the calling thread as far as the socket takes them,
- * while gloo's collectives hand every operation to another thread (1.3 to 4 times slower here). The group's own timeout is kept
- * out of the way by an explicit one in every wait (Backend::setTimeout does not reach gloo's connections): after a timeout gloo closes all of
- * them, and the other ranks could no longer be told who was missing. The engine's watch cancels a wait instead (Work::abort), which
- * leaves the connections up.
+ * On the CPU it uses point-to-point operations: on gloo, send and recv are carried out by the
+ * calling thread as far as the socket takes them, while gloo's collectives hand every operation to
+ * another thread (1.3 to 4 times slower here). The group's own timeout is kept out of the way by an
+ * explicit one in every wait (Backend::setTimeout does not reach gloo's connections): after a
+ * timeout gloo closes all of them, and the other ranks could no longer be told who was missing. The
+ * engine's watch cancels a wait instead (Work::abort), which leaves the connections up.
  */
 #include "c10d/c10d.h"
 
@@ -19,7 +21,8 @@
 #include <string>
 #include <vector>
 
-namespace {
+namespace
+{
 
 /* Longer than any wait; the watch ends waits. */
 constexpr std::chrono::hours kNever{24 * 365};
@@ -63,12 +66,13 @@ std::vector<at::Tensor> as_bytes(const void *buf, uint64_t nbytes)
 
 at::Tensor as_device_bytes(const void *buf, uint64_t nbytes, int device)
 {
-    auto options = at::TensorOptions().dtype(at::kByte).device(at::kCUDA, static_cast<c10::DeviceIndex>(device));
+    auto options = at::TensorOptions().dtype(at::kByte).device(
+        at::kCUDA, static_cast<c10::DeviceIndex>(device));
     return at::from_blob(const_cast<void *>(buf), {static_cast<int64_t>(nbytes)}, options);
 }
 
-enum agc_status c10d_send(void *ctx, uint32_t peer, uint32_t channel, const void *buf, uint64_t nbytes,
-                          void **request_ret)
+enum agc_status c10d_send(void *ctx, uint32_t peer, uint32_t channel, const void *buf,
+                          uint64_t nbytes, void **request_ret)
 {
     return guarded(AGC_ERR_PEER, [&] {
         auto tensors = as_bytes(buf, nbytes);
@@ -78,7 +82,8 @@ enum agc_status c10d_send(void *ctx, uint32_t peer, uint32_t channel, const void
     });
 }
 
-enum agc_status c10d_recv(void *ctx, uint32_t peer, uint32_t channel, void *buf, uint64_t nbytes, void **request_ret)
+enum agc_status c10d_recv(void *ctx, uint32_t peer, uint32_t channel, void *buf, uint64_t nbytes,
+                          void **request_ret)
 {
     return guarded(AGC_ERR_PEER, [&] {
         auto tensors = as_bytes(buf, nbytes);
@@ -128,7 +133,8 @@ enum agc_status c10d_alltoall(void *ctx, int device, const void *send, void *rec
     return guarded(AGC_ERR_PEER, [&] {
         auto &group = group_of(ctx).group;
         uint64_t total = nbytes * static_cast<uint64_t>(group->getSize());
-        at::Tensor in = as_device_bytes(send, total, device), out = as_device_bytes(recv, total, device);
+        at::Tensor in = as_device_bytes(send, total, device),
+                   out = as_device_bytes(recv, total, device);
         std::vector<int64_t> even;
         group->getBackend(c10::DeviceType::CUDA)->alltoall_base(out, in, even, even)->wait();
         return AGC_OK;
@@ -140,7 +146,8 @@ enum agc_status c10d_allgather(void *ctx, int device, const void *send, void *re
     return guarded(AGC_ERR_PEER, [&] {
         auto &group = group_of(ctx).group;
         uint64_t total = nbytes * static_cast<uint64_t>(group->getSize());
-        at::Tensor in = as_device_bytes(send, nbytes, device), out = as_device_bytes(recv, total, device);
+        at::Tensor in = as_device_bytes(send, nbytes, device),
+                   out = as_device_bytes(recv, total, device);
         group->getBackend(c10::DeviceType::CUDA)->_allgather_base(out, in)->wait();
         return AGC_OK;
     });
@@ -156,13 +163,14 @@ bool serves(c10d::ProcessGroup &group, c10::DeviceType type)
 
 } // namespace
 
-enum agc_status agc_c10d_open(const char *group_name, struct agc_transport *transport_ret, char *error_text,
-                              size_t error_text_cap_nbytes)
+enum agc_status agc_c10d_open(const char *group_name, struct agc_transport *transport_ret,
+                              char *error_text, size_t error_text_cap_nbytes)
 {
     Group *opened = nullptr;
     enum agc_status status = guarded(AGC_ERR_STATE, [&] {
         auto group = c10d::resolve_process_group(group_name);
-        bool cpu = serves(*group, c10::DeviceType::CPU), cuda = serves(*group, c10::DeviceType::CUDA);
+        bool cpu = serves(*group, c10::DeviceType::CPU),
+             cuda = serves(*group, c10::DeviceType::CUDA);
         if (!cpu && !cuda) {
             last_error = "the process group serves neither CPU nor CUDA tensors";
             return AGC_ERR_STATE;

@@ -1,8 +1,10 @@
 /* bf16.c: bfloat16: the upper half of a float, 7 bits of mantissa and the full range.
  *
- * Relative error of an element: at most 2^-8. Overflows only where rounding up leaves the range of a float (above 3.39e38).
+ * Relative error of an element: at most 2^-8. Overflows only where rounding up leaves the range of
+ * a float (above 3.39e38).
  *
- *   payload of a tile:  | element 0 | element 1 | ... | padding to 16 |      2 bytes each, little endian
+ *   payload of a tile, 2 bytes per element, little endian:
+ *   | element 0 | element 1 | ... | padding to 16 |
  */
 #include "codecs/codec.h"
 
@@ -23,7 +25,8 @@ static void bf16_decode(const struct agc_tile *tile, const uint8_t *src, double 
     tile->kernels->bf16_decode(src, tile->nelems, (float)weight, (float *)out);
 }
 
-static void bf16_decode_add(const struct agc_tile *tile, const uint8_t *src, double weight, void *out)
+static void bf16_decode_add(const struct agc_tile *tile, const uint8_t *src, double weight,
+                            void *out)
 {
     tile->kernels->bf16_decode_add(src, tile->nelems, (float)weight, (float *)out);
 }

@@ -1,7 +1,8 @@
-/* codec.h: what a codec is. A codec turns one tile of numbers into a payload of fixed length and back.
+/* codec.h: what a codec is. A codec turns one tile of numbers into a payload of fixed length and
+ * back.
  *
- * Numbers enter and leave in the *work type*: float, but double for the lossless codec on AGC_DTYPE_F64. Codecs hold no intrinsics:
- * they lay out the payload and call kernels.
+ * Numbers enter and leave in the *work type*: float, but double for the lossless codec on
+ * AGC_DTYPE_F64. Codecs hold no intrinsics: they lay out the payload and call kernels.
  */
 #ifndef AGC_CODEC_H
 #define AGC_CODEC_H
@@ -27,8 +28,8 @@ struct agc_codec {
     /* Bytes of a tile's payload before padding: a pure function of its arguments. */
     uint64_t (*payload_nbytes)(const struct agc_spec *spec, uint32_t dtype, uint32_t nelems);
 
-    /* Writes payload_nbytes bytes. residual: NULL or floats added before encoding, the loss afterwards; where the numbers are not
-     * finite it stays as it was. */
+    /* Writes payload_nbytes bytes. residual: NULL or floats added before encoding, the loss
+     * afterwards; where the numbers are not finite it stays as it was. */
     void (*encode)(const struct agc_tile *tile, const void *x, float *residual, uint8_t *dst);
 
     /* out = weight * decoded, out += weight * decoded. Safe on any bytes. */
@@ -50,7 +51,8 @@ const struct agc_codec *agc_codec_find(uint32_t id);
 uint64_t agc_tile_nbytes(const struct agc_spec *spec, uint32_t dtype, uint32_t nelems);
 
 /* Payload of nelems elements cut into tiles of tile_nelems, the last one shorter. */
-uint64_t agc_tiles_nbytes(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems, uint32_t tile_nelems);
+uint64_t agc_tiles_nbytes(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems,
+                          uint32_t tile_nelems);
 
 /* The work type is double. */
 static inline bool agc_tile_is_f64(const struct agc_codec *codec, uint32_t dtype)
@@ -59,7 +61,7 @@ static inline bool agc_tile_is_f64(const struct agc_codec *codec, uint32_t dtype
 }
 
 /* Encode, then zero the padding. */
-void agc_tile_encode(const struct agc_codec *codec, const struct agc_tile *tile, const void *x, float *residual,
-                     uint8_t *dst);
+void agc_tile_encode(const struct agc_codec *codec, const struct agc_tile *tile, const void *x,
+                     float *residual, uint8_t *dst);
 
 #endif /* AGC_CODEC_H */

@@ -1,9 +1,11 @@
 /* fp16.c: IEEE 754 binary16: 10 bits of mantissa, finite up to 65504.
  *
- * Relative error of an element: at most 2^-11 from 6.1e-5 up, absolute error 2^-25 below. A magnitude of 65520 and above becomes an
- * infinity, which every rank sees, as with torch's fp16 hook; the mean itself is formed in fp32, so that sums never overflow.
+ * Relative error of an element: at most 2^-11 from 6.1e-5 up, absolute error 2^-25 below. A
+ * magnitude of 65520 and above becomes an infinity, which every rank sees, as with torch's fp16
+ * hook; the mean itself is formed in fp32, so that sums never overflow.
  *
- *   payload of a tile:  | element 0 | element 1 | ... | padding to 16 |      2 bytes each, little endian
+ *   payload of a tile, 2 bytes per element, little endian:
+ *   | element 0 | element 1 | ... | padding to 16 |
  */
 #include "codecs/codec.h"
 
@@ -24,7 +26,8 @@ static void fp16_decode(const struct agc_tile *tile, const uint8_t *src, double 
     tile->kernels->f16_decode(src, tile->nelems, (float)weight, (float *)out);
 }
 
-static void fp16_decode_add(const struct agc_tile *tile, const uint8_t *src, double weight, void *out)
+static void fp16_decode_add(const struct agc_tile *tile, const uint8_t *src, double weight,
+                            void *out)
 {
     tile->kernels->f16_decode_add(src, tile->nelems, (float)weight, (float *)out);
 }

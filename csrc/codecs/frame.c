@@ -1,9 +1,10 @@
 /* frame.c: whole tensors to self-describing frames and back.
  *
- *   | header, 64 bytes | tile 0 | tile 1 | ... | CRC32C of the tiles, 4 bytes, if the header says so |
+ *   | header, 64 bytes | tile 0 | tile 1 | ... | CRC32C of the tiles, 4 bytes |
+ *                                                if the header says so
  *
- * The tiles are those of an exchange (65,536 elements), so that a frame of a whole tensor and the frames of a bucket hold the same
- * bytes per tile.
+ * The tiles are those of an exchange (65,536 elements), so that a frame of a whole tensor and the
+ * frames of a bucket hold the same bytes per tile.
  */
 #include "codecs/codec.h"
 #include "core/common.h"
@@ -13,8 +14,8 @@
 /* Largest tensor whose tiles can be counted in a header. */
 #define FRAME_NELEMS_MAX ((uint64_t)UINT32_MAX * AGC_TILE_NELEMS_MAX)
 
-static enum agc_status frame_describe(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems, bool checksum,
-                                      struct agc_frame *f)
+static enum agc_status frame_describe(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems,
+                                      bool checksum, struct agc_frame *f)
 {
     *f = (struct agc_frame){.dtype = dtype, .nelems = nelems, .tile_nelems = AGC_TILE_NELEMS_MAX};
     AGC_TRY(agc_spec_resolve(spec, &f->spec));
@@ -30,11 +31,12 @@ static enum agc_status frame_describe(const struct agc_spec *spec, uint32_t dtyp
 
 static uint64_t frame_total_nbytes(const struct agc_frame *f)
 {
-    return AGC_WIRE_HEADER_NBYTES + f->payload_nbytes + (f->flags & AGC_FRAME_CHECKSUM ? AGC_WIRE_CHECKSUM_NBYTES : 0);
+    return AGC_WIRE_HEADER_NBYTES + f->payload_nbytes +
+           (f->flags & AGC_FRAME_CHECKSUM ? AGC_WIRE_CHECKSUM_NBYTES : 0);
 }
 
-enum agc_status agc_frame_nbytes(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems, bool checksum,
-                                 uint64_t *nbytes_ret)
+enum agc_status agc_frame_nbytes(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems,
+                                 bool checksum, uint64_t *nbytes_ret)
 {
     struct agc_frame f;
     AGC_TRY(frame_describe(spec, dtype, nelems, checksum, &f));
@@ -43,12 +45,14 @@ enum agc_status agc_frame_nbytes(const struct agc_spec *spec, uint32_t dtype, ui
 }
 
 /* Tile t of a frame. */
-static struct agc_tile frame_tile(const struct agc_kernels *k, const struct agc_frame *f, uint64_t first_elem)
+static struct agc_tile frame_tile(const struct agc_kernels *k, const struct agc_frame *f,
+                                  uint64_t first_elem)
 {
     return (struct agc_tile){.kernels = k,
                              .spec = f->spec,
                              .dtype = f->dtype,
-                             .nelems = (uint32_t)agc_min_u64(f->tile_nelems, f->nelems - first_elem),
+                             .nelems =
+                                 (uint32_t)agc_min_u64(f->tile_nelems, f->nelems - first_elem),
                              .rng = agc_rng_key(f->seed, f->round, f->bucket, f->lane, first_elem)};
 }
 
@@ -58,9 +62,10 @@ static bool is_float_aligned(const void *p)
     return (uintptr_t)p % sizeof(float) == 0;
 }
 
-enum agc_status agc_encode(const struct agc_spec *spec, const void *src, uint32_t dtype, uint64_t nelems,
-                           float *residual, uint32_t seed, bool checksum, float *scratch, uint8_t *dst,
-                           uint64_t dst_cap_nbytes, uint64_t *nbytes_ret)
+enum agc_status agc_encode(const struct agc_spec *spec, const void *src, uint32_t dtype,
+                           uint64_t nelems, float *residual, uint32_t seed, bool checksum,
+                           float *scratch, uint8_t *dst, uint64_t dst_cap_nbytes,
+                           uint64_t *nbytes_ret)
 {
     const struct agc_kernels *k = agc_kernels_get();
     struct agc_frame f;
@@ -83,7 +88,8 @@ enum agc_status agc_encode(const struct agc_spec *spec, const void *src, uint32_
             uint64_t x_nbytes = (uint64_t)tile.nelems * elem_nbytes;
             memcpy(payload, x, x_nbytes);
             memset(payload + x_nbytes, 0, nbytes - x_nbytes);
-        } else if ((dtype == AGC_DTYPE_F32 && is_float_aligned(x)) || agc_tile_is_f64(codec, dtype)) {
+        } else if ((dtype == AGC_DTYPE_F32 && is_float_aligned(x)) ||
+                   agc_tile_is_f64(codec, dtype)) {
             agc_tile_encode(codec, &tile, x, tile_residual, payload);
         } else {
             agc_elements_load(k, dtype, x, tile.nelems, scratch);
@@ -106,7 +112,8 @@ enum agc_status agc_frame_parse(const uint8_t *src, uint64_t nbytes, struct agc_
         return AGC_ERR_HEADER;
     if (!agc_codec_find(f.spec.codec))
         return AGC_ERR_CODEC;
-    if (agc_spec_resolve(&f.spec, &resolved) != AGC_OK || resolved.block_nelems != f.spec.block_nelems)
+    if (agc_spec_resolve(&f.spec, &resolved) != AGC_OK ||
+        resolved.block_nelems != f.spec.block_nelems)
         return AGC_ERR_HEADER;
     if (f.payload_nbytes != agc_tiles_nbytes(&f.spec, f.dtype, f.nelems, f.tile_nelems))
         return AGC_ERR_HEADER;
@@ -117,12 +124,14 @@ enum agc_status agc_frame_parse(const uint8_t *src, uint64_t nbytes, struct agc_
 }
 
 /* Decodes one tile into elements of out_dtype. */
-static void decode_tile(const struct agc_codec *codec, const struct agc_tile *tile, const uint8_t *src, bool add,
-                        uint32_t out_dtype, float *scratch, uint8_t *out)
+static void decode_tile(const struct agc_codec *codec, const struct agc_tile *tile,
+                        const uint8_t *src, bool add, uint32_t out_dtype, float *scratch,
+                        uint8_t *out)
 {
     uint32_t out_nbytes = agc_dtype_nbytes(out_dtype);
     bool f64 = agc_tile_is_f64(codec, tile->dtype);
-    if (!add && out_dtype == tile->dtype && codec->flags & AGC_CODEC_LOSSLESS) { /* to the bit, as in agc_encode */
+    if (!add && out_dtype == tile->dtype &&
+        codec->flags & AGC_CODEC_LOSSLESS) { /* to the bit, as in agc_encode */
         memcpy(out, src, (size_t)tile->nelems * out_nbytes);
         return;
     }
@@ -162,8 +171,8 @@ static void decode_tile(const struct agc_codec *codec, const struct agc_tile *ti
     agc_elements_store(tile->kernels, out_dtype, scratch, tile->nelems, out);
 }
 
-enum agc_status agc_decode(const uint8_t *src, uint64_t nbytes, void *out, uint32_t out_dtype, uint64_t nelems,
-                           bool add, float *scratch)
+enum agc_status agc_decode(const uint8_t *src, uint64_t nbytes, void *out, uint32_t out_dtype,
+                           uint64_t nelems, bool add, float *scratch)
 {
     const struct agc_kernels *k = agc_kernels_get();
     struct agc_frame f;
@@ -175,8 +184,8 @@ enum agc_status agc_decode(const uint8_t *src, uint64_t nbytes, void *out, uint3
         return AGC_ERR_NELEMS;
     const struct agc_codec *codec = agc_codec_find(f.spec.codec);
     const uint8_t *first_payload = src + AGC_WIRE_HEADER_NBYTES;
-    if (f.flags & AGC_FRAME_CHECKSUM &&
-        agc_load_u32(first_payload + f.payload_nbytes) != k->crc32c(0, first_payload, f.payload_nbytes))
+    if (f.flags & AGC_FRAME_CHECKSUM && agc_load_u32(first_payload + f.payload_nbytes) !=
+                                            k->crc32c(0, first_payload, f.payload_nbytes))
         return AGC_ERR_PAYLOAD_CHECKSUM;
 
     /* All of it is checked before any of it is written: a damaged frame leaves out as it was. */
@@ -189,7 +198,8 @@ enum agc_status agc_decode(const uint8_t *src, uint64_t nbytes, void *out, uint3
     payload = first_payload;
     for (uint64_t first = 0; first < nelems; first += f.tile_nelems) {
         struct agc_tile tile = frame_tile(k, &f, first);
-        decode_tile(codec, &tile, payload, add, out_dtype, scratch, (uint8_t *)out + first * out_nbytes);
+        decode_tile(codec, &tile, payload, add, out_dtype, scratch,
+                    (uint8_t *)out + first * out_nbytes);
         payload += agc_tile_nbytes(&f.spec, f.dtype, tile.nelems);
     }
     return AGC_OK;

@@ -1,15 +1,18 @@
 /* int8.c: eight bits per element and a scale per block.
  *
- * Method: within a block of B elements (default 256), scale = absmax / 127 and q = round(x * 127 / absmax), to nearest even or
- * stochastically. Blockwise absmax quantisation after Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), with
- * a linear code, so that decoding is one multiplication.
+ * Method: within a block of B elements (default 256), scale = absmax / 127 and q = round(x * 127 /
+ * absmax), to nearest even or stochastically. Blockwise absmax quantisation after Dettmers et al.,
+ * "8-bit Optimizers via Block-wise Quantization" (2022), with a linear code, so that decoding is
+ * one multiplication.
  *
- *   payload of a tile:  | scale of block 0 | scale of block 1 | ... | q of element 0 | q of element 1 | ... | padding to 16 |
- *                         float, 4 bytes                              int8, 1 byte
+ *   payload of a tile:
+ *   | scale of block 0 | scale of block 1 | ... | q of element 0 | q of element 1 | ... | padding |
+ *     float, 4 bytes                              int8, 1 byte                            to 16
  *
- * Bits per element: 8 + 32 / B. Error of an element: at most half a scale (one scale if stochastic). A block that holds a NaN or an
- * infinity has a NaN for a scale and decodes to NaN throughout. Scales in front of the values keep both streams aligned and
- * let the decoder prefetch; interleaved blocks of 4 + B bytes were no faster and would misalign every load.
+ * Bits per element: 8 + 32 / B. Error of an element: at most half a scale (one scale if
+ * stochastic). A block that holds a NaN or an infinity has a NaN for a scale and decodes to NaN
+ * throughout. Scales in front of the values keep both streams aligned and let the decoder prefetch;
+ * interleaved blocks of 4 + B bytes were no faster and would misalign every load.
  */
 #include "codecs/codec.h"
 #include "core/common.h"
@@ -28,8 +31,8 @@ static uint64_t int8_payload_nbytes(const struct agc_spec *spec, uint32_t dtype,
 static void int8_encode(const struct agc_tile *tile, const void *x, float *residual, uint8_t *dst)
 {
     const struct agc_rng *rng = tile->spec.rounding == AGC_ROUNDING_STOCHASTIC ? &tile->rng : NULL;
-    tile->kernels->int8_encode((const float *)x, residual, tile->nelems, tile->spec.block_nelems, rng, dst,
-                               dst + scales_nbytes(&tile->spec, tile->nelems));
+    tile->kernels->int8_encode((const float *)x, residual, tile->nelems, tile->spec.block_nelems,
+                               rng, dst, dst + scales_nbytes(&tile->spec, tile->nelems));
 }
 
 static void int8_decode(const struct agc_tile *tile, const uint8_t *src, double weight, void *out)
@@ -38,10 +41,12 @@ static void int8_decode(const struct agc_tile *tile, const uint8_t *src, double 
                                tile->spec.block_nelems, (float)weight, (float *)out);
 }
 
-static void int8_decode_add(const struct agc_tile *tile, const uint8_t *src, double weight, void *out)
+static void int8_decode_add(const struct agc_tile *tile, const uint8_t *src, double weight,
+                            void *out)
 {
-    tile->kernels->int8_decode_add(src, src + scales_nbytes(&tile->spec, tile->nelems), tile->nelems,
-                                   tile->spec.block_nelems, (float)weight, (float *)out);
+    tile->kernels->int8_decode_add(src, src + scales_nbytes(&tile->spec, tile->nelems),
+                                   tile->nelems, tile->spec.block_nelems, (float)weight,
+                                   (float *)out);
 }
 
 static enum agc_status int8_validate(const struct agc_tile *tile, const uint8_t *src)

@@ -1,9 +1,11 @@
 /* raw.c: the numbers themselves, in the tensor's own data type.
  *
- *   payload of a tile:  | element 0 | element 1 | ... | padding to 16 |      2, 4 or 8 bytes each, little endian
+ *   payload of a tile, 2, 4 or 8 bytes per element, little endian:
+ *   | element 0 | element 1 | ... | padding to 16 |
  *
- * Lossless for what a bucket holds. In the second phase of a sharded exchange it carries a mean that was formed in the work type
- * and is rounded once to the data type, as plain DDP would. A residual left by another codec is sent along and cleared.
+ * Lossless for what a bucket holds. In the second phase of a sharded exchange it carries a mean
+ * that was formed in the work type and is rounded once to the data type, as plain DDP would. A
+ * residual left by another codec is sent along and cleared.
  */
 #include "codecs/codec.h"
 #include "core/common.h"
@@ -97,7 +99,8 @@ static void raw_decode(const struct agc_tile *tile, const uint8_t *src, double w
     }
 }
 
-static void raw_decode_add(const struct agc_tile *tile, const uint8_t *src, double weight, void *out)
+static void raw_decode_add(const struct agc_tile *tile, const uint8_t *src, double weight,
+                           void *out)
 {
     uint8_t *bytes = (uint8_t *)out;
     switch (tile->dtype) {

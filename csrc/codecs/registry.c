@@ -23,8 +23,10 @@ bool agc_codec_info_at(uint32_t i, struct agc_codec_info *info_ret)
     if (i >= NCODECS)
         return false;
     const struct agc_codec *c = codec_table[i];
-    *info_ret = (struct agc_codec_info){
-        .id = c->id, .name = c->name, .flags = c->flags, .default_block_nelems = c->default_block_nelems};
+    *info_ret = (struct agc_codec_info){.id = c->id,
+                                        .name = c->name,
+                                        .flags = c->flags,
+                                        .default_block_nelems = c->default_block_nelems};
     return true;
 }
 
@@ -61,14 +63,15 @@ uint64_t agc_tile_nbytes(const struct agc_spec *spec, uint32_t dtype, uint32_t n
     return agc_round_up(codec->payload_nbytes(spec, dtype, nelems), AGC_PAYLOAD_ALIGN_NBYTES);
 }
 
-uint64_t agc_tiles_nbytes(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems, uint32_t tile_nelems)
+uint64_t agc_tiles_nbytes(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems,
+                          uint32_t tile_nelems)
 {
     return nelems / tile_nelems * agc_tile_nbytes(spec, dtype, tile_nelems) +
            agc_tile_nbytes(spec, dtype, (uint32_t)(nelems % tile_nelems));
 }
 
-void agc_tile_encode(const struct agc_codec *codec, const struct agc_tile *tile, const void *x, float *residual,
-                     uint8_t *dst)
+void agc_tile_encode(const struct agc_codec *codec, const struct agc_tile *tile, const void *x,
+                     float *residual, uint8_t *dst)
 {
     uint64_t nbytes = codec->payload_nbytes(&tile->spec, tile->dtype, tile->nelems);
     codec->encode(tile, x, residual, dst);

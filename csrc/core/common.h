@@ -20,11 +20,11 @@
 #define AGC_NEVER(x) (AGC_UNLIKELY(x) ? (assert(false && "impossible: " #x), true) : false)
 
 /* Returns the status of an expression if it failed. */
-#define AGC_TRY(expr)                                                                                                  \
-    do {                                                                                                               \
-        enum agc_status agc_try_status = (expr);                                                                       \
-        if (AGC_UNLIKELY(agc_try_status != AGC_OK))                                                                    \
-            return agc_try_status;                                                                                     \
+#define AGC_TRY(expr)                                                                              \
+    do {                                                                                           \
+        enum agc_status agc_try_status = (expr);                                                   \
+        if (AGC_UNLIKELY(agc_try_status != AGC_OK))                                                \
+            return agc_try_status;                                                                 \
     } while (0)
 
 static inline uint64_t agc_div_up(uint64_t a, uint64_t b)

@@ -1,4 +1,5 @@
-/* cpu.c: which instructions may be used here. On x86 the CPU and the operating system must both agree. */
+/* cpu.c: which instructions may be used here. On x86 the CPU and the operating system must both
+ * agree. */
 #include <stdatomic.h>
 
 #include "agentcomm.h"

@@ -30,7 +30,8 @@ uint64_t agc_dtype_zero_mask(uint32_t dtype)
     }
 }
 
-void agc_elements_load(const struct agc_kernels *k, uint32_t dtype, const void *src, uint32_t nelems, float *dst)
+void agc_elements_load(const struct agc_kernels *k, uint32_t dtype, const void *src,
+                       uint32_t nelems, float *dst)
 {
     const uint8_t *bytes = (const uint8_t *)src;
     switch (dtype) {
@@ -52,7 +53,8 @@ void agc_elements_load(const struct agc_kernels *k, uint32_t dtype, const void *
     }
 }
 
-void agc_elements_store(const struct agc_kernels *k, uint32_t dtype, const float *src, uint32_t nelems, void *dst)
+void agc_elements_store(const struct agc_kernels *k, uint32_t dtype, const float *src,
+                        uint32_t nelems, void *dst)
 {
     uint8_t *bytes = (uint8_t *)dst;
     switch (dtype) {

@@ -8,9 +8,11 @@
 uint64_t agc_dtype_zero_mask(uint32_t dtype);
 
 /* dst = src converted to float. src needs no alignment. */
-void agc_elements_load(const struct agc_kernels *k, uint32_t dtype, const void *src, uint32_t nelems, float *dst);
+void agc_elements_load(const struct agc_kernels *k, uint32_t dtype, const void *src,
+                       uint32_t nelems, float *dst);
 
 /* dst = src rounded to dtype. dst needs no alignment. */
-void agc_elements_store(const struct agc_kernels *k, uint32_t dtype, const float *src, uint32_t nelems, void *dst);
+void agc_elements_store(const struct agc_kernels *k, uint32_t dtype, const float *src,
+                        uint32_t nelems, void *dst);
 
 #endif /* AGC_ELEMENTS_H */

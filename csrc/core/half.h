@@ -1,7 +1,9 @@
-/* half.h: conversions between float and the two 16-bit formats, by integers: the same bits on every machine.
+/* half.h: conversions between float and the two 16-bit formats, by integers: the same bits on every
+ * machine.
  *
- * Rounding is to nearest, ties to even (IEEE 754). Every NaN becomes one NaN, the positive quiet one without payload: CPUs and GPUs
- * differ in which payload survives arithmetic, and ranks must not differ.
+ * Rounding is to nearest, ties to even (IEEE 754). Every NaN becomes one NaN, the positive quiet
+ * one without payload: CPUs and GPUs differ in which payload survives arithmetic, and ranks must
+ * not differ.
  */
 #ifndef AGC_HALF_H
 #define AGC_HALF_H
@@ -34,7 +36,8 @@ AGC_HD uint16_t agc_f32_to_f16(float x)
         uint32_t rounded = mag - 0x38000000u + 0xfffu + ((mag >> 13) & 1u);
         return (uint16_t)(sign | (rounded >> 13));
     }
-    /* Subnormal in fp16. Adding 0.5 aligns the binary point of the sum with 2^-24, so that the addition itself rounds. */
+    /* Subnormal in fp16. Adding 0.5 aligns the binary point of the sum with 2^-24, so that the
+     * addition itself rounds. */
     float aligned = agc_f32_from_bits(mag) + 0.5f;
     return (uint16_t)(sign | (agc_f32_bits(aligned) - 0x3f000000u));
 }

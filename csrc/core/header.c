@@ -3,9 +3,11 @@
 
 #include "core/common.h"
 
-void agc_header_write(const struct agc_kernels *k, const struct agc_frame *f, uint8_t dst[AGC_WIRE_HEADER_NBYTES])
+void agc_header_write(const struct agc_kernels *k, const struct agc_frame *f,
+                      uint8_t dst[AGC_WIRE_HEADER_NBYTES])
 {
-    uint32_t flags = f->flags | (f->spec.rounding == AGC_ROUNDING_STOCHASTIC ? AGC_FRAME_STOCHASTIC : 0u);
+    uint32_t flags =
+        f->flags | (f->spec.rounding == AGC_ROUNDING_STOCHASTIC ? AGC_FRAME_STOCHASTIC : 0u);
     agc_store_u32(dst + AGC_WIRE_AT_MAGIC, AGC_WIRE_MAGIC);
     dst[AGC_WIRE_AT_VERSION] = AGC_WIRE_VERSION;
     dst[AGC_WIRE_AT_CODEC] = (uint8_t)f->spec.codec;
@@ -13,7 +15,8 @@ void agc_header_write(const struct agc_kernels *k, const struct agc_frame *f, ui
     dst[AGC_WIRE_AT_VALUES] = (uint8_t)f->spec.values;
     dst[AGC_WIRE_AT_FLAGS] = (uint8_t)flags;
     dst[AGC_WIRE_AT_NFORWARDS] = (uint8_t)f->nforwards;
-    dst[AGC_WIRE_AT_BLOCK_LOG2] = (uint8_t)(f->spec.block_nelems ? agc_log2_u32(f->spec.block_nelems) : 0);
+    dst[AGC_WIRE_AT_BLOCK_LOG2] =
+        (uint8_t)(f->spec.block_nelems ? agc_log2_u32(f->spec.block_nelems) : 0);
     dst[AGC_WIRE_AT_TILE_GRANULES] = (uint8_t)(f->tile_nelems / AGC_TILE_GRANULE_NELEMS - 1);
     agc_store_u32(dst + AGC_WIRE_AT_FRAC, f->spec.frac_e9);
     agc_store_u64(dst + AGC_WIRE_AT_NELEMS, f->nelems);
@@ -37,7 +40,8 @@ enum agc_status agc_header_read(const struct agc_kernels *k, const uint8_t *src,
         return AGC_ERR_TRUNCATED;
     if (agc_load_u32(src + AGC_WIRE_AT_MAGIC) != AGC_WIRE_MAGIC)
         return AGC_ERR_MAGIC;
-    /* Before the checksum: another version may compute it differently, and "another version" is the better news. */
+    /* Before the checksum: another version may compute it differently, and "another version" is the
+     * better news. */
     if (src[AGC_WIRE_AT_VERSION] != AGC_WIRE_VERSION)
         return AGC_ERR_VERSION;
     if (agc_load_u32(src + AGC_WIRE_AT_CHECKSUM) != k->crc32c(0, src, AGC_WIRE_AT_CHECKSUM))
@@ -48,7 +52,8 @@ enum agc_status agc_header_read(const struct agc_kernels *k, const uint8_t *src,
     f.spec.codec = src[AGC_WIRE_AT_CODEC];
     f.spec.values = src[AGC_WIRE_AT_VALUES];
     f.spec.frac_e9 = agc_load_u32(src + AGC_WIRE_AT_FRAC);
-    f.spec.rounding = f.flags & AGC_FRAME_STOCHASTIC ? AGC_ROUNDING_STOCHASTIC : AGC_ROUNDING_NEAREST;
+    f.spec.rounding =
+        f.flags & AGC_FRAME_STOCHASTIC ? AGC_ROUNDING_STOCHASTIC : AGC_ROUNDING_NEAREST;
     uint32_t block_log2 = src[AGC_WIRE_AT_BLOCK_LOG2];
     f.spec.block_nelems = block_log2 && block_log2 < 32 ? 1u << block_log2 : 0;
     f.dtype = src[AGC_WIRE_AT_DTYPE];

@@ -1,4 +1,5 @@
-/* kernels.c: choice of kernels. The order of the overlays is the policy: the last tier that has an operation wins. */
+/* kernels.c: choice of kernels. The order of the overlays is the policy: the last tier that has an
+ * operation wins. */
 #include "core/kernels.h"
 
 #include <stdatomic.h>

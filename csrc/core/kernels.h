@@ -14,7 +14,8 @@ struct agc_kernels {
 #undef AGC_KERNEL
 };
 
-/* Fills a table for a set of CPU features: scalar C first, then each tier overlays what it improves. Pure. */
+/* Fills a table for a set of CPU features: scalar C first, then each tier overlays what it
+ * improves. Pure. */
 void agc_kernels_init(struct agc_kernels *k, uint32_t cpu_features);
 
 /* The table for this CPU; chosen at the first call, from any thread. */
@@ -29,12 +30,15 @@ void agc_kernels_overlay_crc32(struct agc_kernels *k);
 #include "core/kernels.inc"
 #undef AGC_KERNEL
 
-/* Encodes one int8 block by division: the path of every tier for blocks of tiny numbers. first: index of x[0] in its tile. */
-void agc_int8_encode_tiny_block(const float *x, float *residual, uint32_t nelems, const struct agc_rng *rng,
-                                uint32_t first, float scale, uint8_t *q);
+/* Encodes one int8 block by division: the path of every tier for blocks of tiny numbers. first:
+ * index of x[0] in its tile. */
+void agc_int8_encode_tiny_block(const float *x, float *residual, uint32_t nelems,
+                                const struct agc_rng *rng, uint32_t first, float scale, uint8_t *q);
 
-/* Quantises elements [begin, end) of an ordinary block: what is left over when a tier has done whole vectors. */
-void agc_int8_encode_tail(const float *x, float *residual, uint32_t begin, uint32_t end, const struct agc_rng *rng,
-                          uint32_t first, struct agc_q8 block, uint8_t *q);
+/* Quantises elements [begin, end) of an ordinary block: what is left over when a tier has done
+ * whole vectors. */
+void agc_int8_encode_tail(const float *x, float *residual, uint32_t begin, uint32_t end,
+                          const struct agc_rng *rng, uint32_t first, struct agc_q8 block,
+                          uint8_t *q);
 
 #endif /* AGC_KERNELS_H */

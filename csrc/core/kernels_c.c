@@ -1,4 +1,5 @@
-/* kernels_c.c: the kernels in portable C. This file is the definition of correct: every other tier must give these bytes. */
+/* kernels_c.c: the kernels in portable C. This file is the definition of correct: every other tier
+ * must give these bytes. */
 #include "core/common.h"
 #include "core/half.h"
 #include "core/kernels.h"
@@ -13,8 +14,8 @@ static inline float with_residual(const float *x, const float *residual, uint32_
     return residual ? x[i] + residual[i] : x[i];
 }
 
-void agc_int8_encode_tiny_block(const float *x, float *residual, uint32_t nelems, const struct agc_rng *rng,
-                                uint32_t first, float scale, uint8_t *q)
+void agc_int8_encode_tiny_block(const float *x, float *residual, uint32_t nelems,
+                                const struct agc_rng *rng, uint32_t first, float scale, uint8_t *q)
 {
     for (uint32_t i = 0; i < nelems; i++) {
         float v = with_residual(x, residual, i);
@@ -28,8 +29,9 @@ void agc_int8_encode_tiny_block(const float *x, float *residual, uint32_t nelems
     }
 }
 
-void agc_int8_encode_tail(const float *x, float *residual, uint32_t begin, uint32_t end, const struct agc_rng *rng,
-                          uint32_t first, struct agc_q8 block, uint8_t *q)
+void agc_int8_encode_tail(const float *x, float *residual, uint32_t begin, uint32_t end,
+                          const struct agc_rng *rng, uint32_t first, struct agc_q8 block,
+                          uint8_t *q)
 {
     for (uint32_t i = begin; i < end; i++) {
         float v = with_residual(x, residual, i);
@@ -56,7 +58,8 @@ void agc_int8_encode_c(const float *x, float *residual, uint32_t nelems, uint32_
         struct agc_q8 block = agc_q8_from_absmax(absmax_bits);
         agc_store_u32(scales, agc_f32_bits(block.scale));
         if (AGC_UNLIKELY(!block.finite))
-            memset(q, 0, n); /* the residual stays as it was: what is lost with this round is the gradient alone */
+            memset(q, 0, n); /* the residual stays as it was: what is lost with this round is the
+                                gradient alone */
         else if (AGC_UNLIKELY(block.tiny))
             agc_int8_encode_tiny_block(x, residual, n, rng, first, block.scale, q);
         else
@@ -69,8 +72,8 @@ void agc_int8_encode_c(const float *x, float *residual, uint32_t nelems, uint32_
     }
 }
 
-void agc_int8_decode_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems, uint32_t block_nelems, float weight,
-                       float *out)
+void agc_int8_decode_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
+                       uint32_t block_nelems, float weight, float *out)
 {
     for (uint32_t i = 0; i < nelems; i++) {
         float scale = agc_f32_from_bits(agc_load_u32(scales + 4 * (i / block_nelems))) * weight;
@@ -78,8 +81,8 @@ void agc_int8_decode_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
     }
 }
 
-void agc_int8_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems, uint32_t block_nelems,
-                           float weight, float *out)
+void agc_int8_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
+                           uint32_t block_nelems, float weight, float *out)
 {
     for (uint32_t i = 0; i < nelems; i++) {
         float scale = agc_f32_from_bits(agc_load_u32(scales + 4 * (i / block_nelems))) * weight;
@@ -88,29 +91,29 @@ void agc_int8_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nel
 }
 
 /* The three kernels of a 16-bit format differ in the two conversions alone. */
-#define HALF_KERNELS(name, from_f32, to_f32)                                                                           \
-    void agc_##name##_encode_c(const float *x, float *residual, uint32_t nelems, uint8_t *dst)                         \
-    {                                                                                                                  \
-        for (uint32_t i = 0; i < nelems; i++) {                                                                        \
-            float v = with_residual(x, residual, i);                                                                   \
-            uint16_t h = from_f32(v);                                                                                  \
-            agc_store_u16(dst + 2 * (size_t)i, h);                                                                     \
-            if (residual) {                                                                                            \
-                float decoded = to_f32(h);                                                                             \
-                if ((agc_f32_bits(decoded) & 0x7fffffffu) < 0x7f800000u)                                               \
-                    residual[i] = v - decoded;                                                                         \
-            }                                                                                                          \
-        }                                                                                                              \
-    }                                                                                                                  \
-    void agc_##name##_decode_c(const uint8_t *src, uint32_t nelems, float weight, float *out)                          \
-    {                                                                                                                  \
-        for (uint32_t i = 0; i < nelems; i++)                                                                          \
-            out[i] = to_f32(agc_load_u16(src + 2 * (size_t)i)) * weight;                                               \
-    }                                                                                                                  \
-    void agc_##name##_decode_add_c(const uint8_t *src, uint32_t nelems, float weight, float *out)                      \
-    {                                                                                                                  \
-        for (uint32_t i = 0; i < nelems; i++)                                                                          \
-            out[i] = agc_acc_add(out[i], to_f32(agc_load_u16(src + 2 * (size_t)i)) * weight);                          \
+#define HALF_KERNELS(name, from_f32, to_f32)                                                       \
+    void agc_##name##_encode_c(const float *x, float *residual, uint32_t nelems, uint8_t *dst)     \
+    {                                                                                              \
+        for (uint32_t i = 0; i < nelems; i++) {                                                    \
+            float v = with_residual(x, residual, i);                                               \
+            uint16_t h = from_f32(v);                                                              \
+            agc_store_u16(dst + 2 * (size_t)i, h);                                                 \
+            if (residual) {                                                                        \
+                float decoded = to_f32(h);                                                         \
+                if ((agc_f32_bits(decoded) & 0x7fffffffu) < 0x7f800000u)                           \
+                    residual[i] = v - decoded;                                                     \
+            }                                                                                      \
+        }                                                                                          \
+    }                                                                                              \
+    void agc_##name##_decode_c(const uint8_t *src, uint32_t nelems, float weight, float *out)      \
+    {                                                                                              \
+        for (uint32_t i = 0; i < nelems; i++)                                                      \
+            out[i] = to_f32(agc_load_u16(src + 2 * (size_t)i)) * weight;                           \
+    }                                                                                              \
+    void agc_##name##_decode_add_c(const uint8_t *src, uint32_t nelems, float weight, float *out)  \
+    {                                                                                              \
+        for (uint32_t i = 0; i < nelems; i++)                                                      \
+            out[i] = agc_acc_add(out[i], to_f32(agc_load_u16(src + 2 * (size_t)i)) * weight);      \
     }
 
 HALF_KERNELS(f16, agc_f32_to_f16, agc_f16_to_f32)
@@ -131,7 +134,8 @@ void agc_f32_decode_add_c(const uint8_t *src, uint32_t nelems, float weight, flo
 bool agc_any_nonzero_c(const uint8_t *src, uint64_t nbytes, uint64_t mask)
 {
     uint64_t i = 0;
-    /* In runs of 4 KiB without a branch inside, so that the loop vectorises; dense gradients leave after the first. */
+    /* In runs of 4 KiB without a branch inside, so that the loop vectorises; dense gradients leave
+     * after the first. */
     for (; i + 4096 <= nbytes; i += 4096) {
         uint64_t any = 0;
         for (uint32_t j = 0; j < 4096; j += 8) {

@@ -1,10 +1,12 @@
 /* rng.h: counter-based random numbers.
  *
- * Problem: stochastic rounding needs a random number per element that does not depend on which thread, vector lane, chunk or device
- * computes it. So a number is a hash of its coordinates (seed, round, bucket, element), never the next one of a stream.
- * Method: the coordinates that are constant over a tile are mixed into a 64-bit key (splitmix64, Steele et al. 2014); the element's
- * index in the tile goes through a 32-bit finaliser with low bias (Wellons, "hash prospector"), the second half of the key
- * entering between its rounds. 32-bit multiplications only: they vectorise on AVX2 and are cheap on GPUs.
+ * Problem: stochastic rounding needs a random number per element that does not depend on which
+ * thread, vector lane, chunk or device computes it. So a number is a hash of its coordinates (seed,
+ * round, bucket, element), never the next one of a stream. Method: the coordinates that are
+ * constant over a tile are mixed into a 64-bit key (splitmix64, Steele et al. 2014); the element's
+ * index in the tile goes through a 32-bit finaliser with low bias (Wellons, "hash prospector"), the
+ * second half of the key entering between its rounds. 32-bit multiplications only: they vectorise
+ * on AVX2 and are cheap on GPUs.
  */
 #ifndef AGC_RNG_H
 #define AGC_RNG_H
@@ -28,9 +30,10 @@ AGC_HD uint64_t agc_splitmix64(uint64_t x)
     return x ^ (x >> 31);
 }
 
-/* Key of the tile that starts at element first_elem of lane `lane`. The engine adds (rank + 1) << 8 to the lane of a contribution: ranks
- * must not draw the same numbers. */
-AGC_HD struct agc_rng agc_rng_key(uint32_t seed, uint32_t round, uint32_t bucket, uint32_t lane, uint64_t first_elem)
+/* Key of the tile that starts at element first_elem of lane `lane`. The engine adds (rank + 1) << 8
+ * to the lane of a contribution: ranks must not draw the same numbers. */
+AGC_HD struct agc_rng agc_rng_key(uint32_t seed, uint32_t round, uint32_t bucket, uint32_t lane,
+                                  uint64_t first_elem)
 {
     uint64_t x = agc_splitmix64(((uint64_t)seed << 32) | round);
     struct agc_rng rng;
@@ -50,7 +53,8 @@ AGC_HD uint32_t agc_rng_at(struct agc_rng rng, uint32_t i)
     return x ^ (x >> 16);
 }
 
-/* Uniform over [-0.5, 0.5) in steps of 2^-24: what stochastic rounding adds before it rounds to nearest. */
+/* Uniform over [-0.5, 0.5) in steps of 2^-24: what stochastic rounding adds before it rounds to
+ * nearest. */
 AGC_HD float agc_rng_dither_at(struct agc_rng rng, uint32_t i)
 {
     return (float)(int32_t)(agc_rng_at(rng, i) >> 8) * 0x1p-24f - 0.5f;

@@ -4,8 +4,8 @@
 const char *agc_status_name(enum agc_status s)
 {
     switch (s) {
-#define AGC_STATUS(name, value, fatal, exception, text)                                                                \
-    case AGC_##name:                                                                                                   \
+#define AGC_STATUS(name, value, fatal, exception, text)                                            \
+    case AGC_##name:                                                                               \
         return "AGC_" #name;
 #include "agc_status.inc"
 #undef AGC_STATUS
@@ -16,8 +16,8 @@ const char *agc_status_name(enum agc_status s)
 const char *agc_status_text(enum agc_status s)
 {
     switch (s) {
-#define AGC_STATUS(name, value, fatal, exception, text)                                                                \
-    case AGC_##name:                                                                                                   \
+#define AGC_STATUS(name, value, fatal, exception, text)                                            \
+    case AGC_##name:                                                                               \
         return text;
 #include "agc_status.inc"
 #undef AGC_STATUS
@@ -28,8 +28,8 @@ const char *agc_status_text(enum agc_status s)
 const char *agc_status_exception(enum agc_status s)
 {
     switch (s) {
-#define AGC_STATUS(name, value, fatal, exception, text)                                                                \
-    case AGC_##name:                                                                                                   \
+#define AGC_STATUS(name, value, fatal, exception, text)                                            \
+    case AGC_##name:                                                                               \
         return #exception;
 #include "agc_status.inc"
 #undef AGC_STATUS
@@ -40,8 +40,8 @@ const char *agc_status_exception(enum agc_status s)
 bool agc_status_is_fatal(enum agc_status s)
 {
     switch (s) {
-#define AGC_STATUS(name, value, fatal, exception, text)                                                                \
-    case AGC_##name:                                                                                                   \
+#define AGC_STATUS(name, value, fatal, exception, text)                                            \
+    case AGC_##name:                                                                               \
         return fatal;
 #include "agc_status.inc"
 #undef AGC_STATUS

@@ -1,12 +1,20 @@
-/* wire.h: the bytes on the wire and the arithmetic of one element. The normative text is docs/wire_format.md.
+/* wire.h: the bytes on the wire and the arithmetic of one element. The normative text is
+ * docs/wire_format.md.
  *
- * This file compiles as C11, as C++17 and in nvcc. It depends on nothing of the project, so that CPU and GPU code share one
- * definition: what a header looks like, how long a tile's payload is, and how one number is quantised.
+ * This file compiles as C11, as C++17 and in nvcc. It depends on nothing of the project, so that
+ * CPU and GPU code share one definition: what a header looks like, how long a tile's payload is,
+ * and how one number is quantised.
  *
- *   byte 0        4       8      12      16             24             32             40      48      56      63
- *        +-------+-------+-------+-------+--------------+--------------+--------------+-------+-------+-------+
- *        | magic |v c d V|f F B T| frac  |    nelems    | payload bytes|    stream    |seed rnd|tile  n|bkt L C crc
- *        +-------+-------+-------+-------+--------------+--------------+--------------+-------+-------+-------+
+ *   byte
+ *    0   | magic "AGCF"          | version | codec | dtype | values |
+ *    8   | flags | forwards | block | tile size | fraction          |
+ *   16   | number of elements                                       |
+ *   24   | bytes of payload                                         |
+ *   32   | stream                                                   |
+ *   40   | seed                  | round                            |
+ *   48   | first tile            | number of tiles                  |
+ *   56   | bucket | lane | chunk | checksum                         |
+ *   64   | tile | tile | ...
  */
 #ifndef AGC_WIRE_H
 #define AGC_WIRE_H
@@ -25,7 +33,8 @@
 #define AGC_WIRE_HEADER_NBYTES 64u
 #define AGC_WIRE_CHECKSUM_NBYTES 4u
 
-/* A tile has at most 65,536 elements, so that an index inside it fits 16 bits, and always a multiple of the granule. */
+/* A tile has at most 65,536 elements, so that an index inside it fits 16 bits, and always a
+ * multiple of the granule. */
 #define AGC_TILE_NELEMS_MAX 65536u
 #define AGC_TILE_GRANULE_NELEMS 256u
 /* Each tile's payload is padded to a multiple of this with zero bytes. */
@@ -37,35 +46,37 @@
 
 /* Offsets of the header's fields. */
 enum {
-    AGC_WIRE_AT_MAGIC = 0,         /* u32 */
-    AGC_WIRE_AT_VERSION = 4,       /* u8 */
-    AGC_WIRE_AT_CODEC = 5,         /* u8 */
-    AGC_WIRE_AT_DTYPE = 6,         /* u8 */
-    AGC_WIRE_AT_VALUES = 7,        /* u8 */
-    AGC_WIRE_AT_FLAGS = 8,         /* u8 */
-    AGC_WIRE_AT_NFORWARDS = 9,     /* u8 */
-    AGC_WIRE_AT_BLOCK_LOG2 = 10,   /* u8 */
+    AGC_WIRE_AT_MAGIC = 0,          /* u32 */
+    AGC_WIRE_AT_VERSION = 4,        /* u8 */
+    AGC_WIRE_AT_CODEC = 5,          /* u8 */
+    AGC_WIRE_AT_DTYPE = 6,          /* u8 */
+    AGC_WIRE_AT_VALUES = 7,         /* u8 */
+    AGC_WIRE_AT_FLAGS = 8,          /* u8 */
+    AGC_WIRE_AT_NFORWARDS = 9,      /* u8 */
+    AGC_WIRE_AT_BLOCK_LOG2 = 10,    /* u8 */
     AGC_WIRE_AT_TILE_GRANULES = 11, /* u8: tile_nelems / 256 - 1 */
-    AGC_WIRE_AT_FRAC = 12,         /* u32 */
-    AGC_WIRE_AT_NELEMS = 16,       /* u64 */
-    AGC_WIRE_AT_PAYLOAD = 24,      /* u64 */
-    AGC_WIRE_AT_STREAM = 32,       /* u64 */
-    AGC_WIRE_AT_SEED = 40,         /* u32 */
-    AGC_WIRE_AT_ROUND = 44,        /* u32 */
-    AGC_WIRE_AT_FIRST_TILE = 48,   /* u32 */
-    AGC_WIRE_AT_NTILES = 52,       /* u32 */
-    AGC_WIRE_AT_BUCKET = 56,       /* u16 */
-    AGC_WIRE_AT_LANE = 58,         /* u8 */
-    AGC_WIRE_AT_CHUNK_LOG2 = 59,   /* u8 */
-    AGC_WIRE_AT_CHECKSUM = 60,     /* u32: CRC32C of bytes 0..59 */
+    AGC_WIRE_AT_FRAC = 12,          /* u32 */
+    AGC_WIRE_AT_NELEMS = 16,        /* u64 */
+    AGC_WIRE_AT_PAYLOAD = 24,       /* u64 */
+    AGC_WIRE_AT_STREAM = 32,        /* u64 */
+    AGC_WIRE_AT_SEED = 40,          /* u32 */
+    AGC_WIRE_AT_ROUND = 44,         /* u32 */
+    AGC_WIRE_AT_FIRST_TILE = 48,    /* u32 */
+    AGC_WIRE_AT_NTILES = 52,        /* u32 */
+    AGC_WIRE_AT_BUCKET = 56,        /* u16 */
+    AGC_WIRE_AT_LANE = 58,          /* u8 */
+    AGC_WIRE_AT_CHUNK_LOG2 = 59,    /* u8 */
+    AGC_WIRE_AT_CHECKSUM = 60,      /* u32: CRC32C of bytes 0..59 */
 };
 
 enum {
     AGC_FRAME_CHECKSUM = 1 << 0,   /* CRC32C of the payload follows it */
     AGC_FRAME_STOCHASTIC = 1 << 1, /* agc_spec.rounding */
     AGC_FRAME_RESULT = 1 << 2,     /* holds a mean from a tile's owner, not a contribution */
-    AGC_FRAME_ABORT = 1 << 3,      /* the sender gave up: no payload; AGC_WIRE_AT_FIRST_TILE holds the rank it blames */
-    AGC_FRAME_ABSENT = 1 << 4,     /* the sender has no gradient of its own this round: the mean is over the others */
+    AGC_FRAME_ABORT = 1
+        << 3, /* the sender gave up: no payload; AGC_WIRE_AT_FIRST_TILE holds the rank it blames */
+    AGC_FRAME_ABSENT = 1
+        << 4, /* the sender has no gradient of its own this round: the mean is over the others */
     AGC_FRAME_KNOWN_FLAGS = (1 << 5) - 1,
 };
 
@@ -133,9 +144,10 @@ AGC_HD double agc_acc_add_f64(double acc, double x)
     return sum == sum ? sum : (double)agc_f32_from_bits(AGC_F32_NAN_BITS);
 }
 
-/* ---- int8: q = round(x * 127 / absmax), x ~ q * scale, scale = absmax / 127 ------------------------------------------------ */
+/* ---- int8: q = round(x * 127 / absmax), x ~ q * scale, scale = absmax / 127 ---- */
 
-/* Below this absmax the reciprocal would overflow or the scale be subnormal: such a block is divided by its scale instead. */
+/* Below this absmax the reciprocal would overflow or the scale be subnormal: such a block is
+ * divided by its scale instead. */
 #define AGC_Q8_TINY_BITS 0x0d800000u /* 2^-100 */
 /* The largest scale of which 127 times is finite. */
 #define AGC_Q8_SCALE_MAX_BITS 0x7c010203u
@@ -168,7 +180,8 @@ AGC_HD struct agc_q8 agc_q8_from_absmax(uint32_t absmax_bits)
     if (absmax_bits < AGC_Q8_TINY_BITS) {
         b.tiny = 1;
         b.inverse = 0.0f;
-        /* A subnormal quotient may have been rounded down by so much that 127 steps no longer reach absmax. */
+        /* A subnormal quotient may have been rounded down by so much that 127 steps no longer reach
+         * absmax. */
         if (b.scale * 127.0f < absmax)
             b.scale = agc_f32_from_bits(agc_f32_bits(b.scale) + 1);
         return b;
@@ -185,7 +198,8 @@ AGC_HD float agc_round_even(float x)
     return (x + 12582912.0f) - 12582912.0f;
 }
 
-/* steps: the element in units of the scale, dither added; returns the quantised number of steps, -127..127. */
+/* steps: the element in units of the scale, dither added; returns the quantised number of steps,
+ * -127..127. */
 AGC_HD float agc_q8_round(float steps)
 {
     float q = agc_round_even(steps);

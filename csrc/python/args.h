@@ -1,4 +1,5 @@
-/* args.h: what the functions of core_module.c share: tensors from capsules, specs from tuples, statuses to exceptions. */
+/* args.h: what the functions of core_module.c share: tensors from capsules, specs from tuples,
+ * statuses to exceptions. */
 #ifndef AGC_ARGS_H
 #define AGC_ARGS_H
 
@@ -10,7 +11,8 @@
 #include "agentcomm.h"
 #include "python/dlpack.h"
 
-/* A contiguous tensor in main memory, borrowed from a DLPack capsule for as long as the capsule lives. */
+/* A contiguous tensor in main memory, borrowed from a DLPack capsule for as long as the capsule
+ * lives. */
 struct tensor_arg {
     void *data;
     uint32_t dtype; /* enum agc_dtype; 0: bytes (uint8) */
@@ -56,12 +58,14 @@ static inline uint32_t dtype_of_dlpack(uint8_t code, uint8_t bits)
 /* Fills in a tensor argument; false with an exception set if it is none that the core can use. */
 static inline int tensor_from_capsule(PyObject *capsule, struct tensor_arg *arg)
 {
-    struct dlpack_managed *managed = (struct dlpack_managed *)PyCapsule_GetPointer(capsule, "dltensor");
+    struct dlpack_managed *managed =
+        (struct dlpack_managed *)PyCapsule_GetPointer(capsule, "dltensor");
     if (!managed)
         return 0;
     const struct dlpack_tensor *t = &managed->tensor;
     if (t->device.type != DLPACK_DEVICE_CPU) {
-        PyErr_SetString(PyExc_ValueError, "the tensor is not in main memory; move it to the CPU first (.cpu())");
+        PyErr_SetString(PyExc_ValueError,
+                        "the tensor is not in main memory; move it to the CPU first (.cpu())");
         return 0;
     }
     int64_t nelems = 1;
@@ -69,7 +73,8 @@ static inline int tensor_from_capsule(PyObject *capsule, struct tensor_arg *arg)
         nelems = t->shape[i] == 0 ? 0 : nelems; /* the strides of nothing do not matter */
     for (int32_t i = t->ndim - 1; nelems && i >= 0; i--) {
         if (t->strides && t->shape[i] > 1 && t->strides[i] != nelems) {
-            PyErr_SetString(PyExc_ValueError, "the tensor is not contiguous; pass .contiguous() or a view that is");
+            PyErr_SetString(PyExc_ValueError,
+                            "the tensor is not contiguous; pass .contiguous() or a view that is");
             return 0;
         }
         nelems *= t->shape[i];
@@ -78,8 +83,8 @@ static inline int tensor_from_capsule(PyObject *capsule, struct tensor_arg *arg)
     arg->nelems = (uint64_t)nelems;
     arg->dtype = dtype_of_dlpack(t->dtype.code, t->dtype.bits);
     if (arg->dtype == 0 && !(t->dtype.code == DLPACK_UINT && t->dtype.bits == 8)) {
-        PyErr_SetString(PyExc_TypeError,
-                        "the tensor's dtype is not supported; float32, float16, bfloat16, float64 are, uint8 for frames");
+        PyErr_SetString(PyExc_TypeError, "the tensor's dtype is not supported; float32, float16, "
+                                         "bfloat16, float64 are, uint8 for frames");
         return 0;
     }
     return 1;
@@ -88,8 +93,8 @@ static inline int tensor_from_capsule(PyObject *capsule, struct tensor_arg *arg)
 /* (codec id, block_nelems, rounding, frac_e9, values id) */
 static inline int spec_from_tuple(PyObject *tuple, struct agc_spec *spec)
 {
-    return PyArg_ParseTuple(tuple, "IIIII;a spec is a tuple of five numbers", &spec->codec, &spec->block_nelems,
-                            &spec->rounding, &spec->frac_e9, &spec->values);
+    return PyArg_ParseTuple(tuple, "IIIII;a spec is a tuple of five numbers", &spec->codec,
+                            &spec->block_nelems, &spec->rounding, &spec->frac_e9, &spec->values);
 }
 
 #endif /* AGC_ARGS_H */

@@ -1,4 +1,5 @@
-/* c10d_module.c: the Python module _c10d: hands a transport over a process group to _core, in a capsule. */
+/* c10d_module.c: the Python module _c10d: hands a transport over a process group to _core, in a
+ * capsule. */
 #ifndef Py_LIMITED_API
 #define Py_LIMITED_API 0x030B0000 /* one binary for every Python from 3.11 on */
 #endif
@@ -8,16 +9,16 @@
 
 #include "c10d/c10d.h"
 
-#define TRANSPORT_CAPSULE "agentcomm.transport" /* as in core_module.c, which renames a capsule that it has emptied */
+#define TRANSPORT_CAPSULE                                                                          \
+    "agentcomm.transport" /* as in core_module.c, which renames a capsule that it has emptied */
 
 static void transport_capsule_free(PyObject *capsule)
 {
     if (PyCapsule_IsValid(capsule, TRANSPORT_CAPSULE)) {
-        struct agc_transport *t = (struct agc_transport *)PyCapsule_GetPointer(capsule, TRANSPORT_CAPSULE);
-        Py_BEGIN_ALLOW_THREADS
-        t->destroy(t->ctx);
-        Py_END_ALLOW_THREADS
-        free(t);
+        struct agc_transport *t =
+            (struct agc_transport *)PyCapsule_GetPointer(capsule, TRANSPORT_CAPSULE);
+        Py_BEGIN_ALLOW_THREADS t->destroy(t->ctx);
+        Py_END_ALLOW_THREADS free(t);
     }
 }
 
@@ -32,10 +33,9 @@ static PyObject *c10d_open(PyObject *module, PyObject *args)
     if (!t)
         return PyErr_NoMemory();
     enum agc_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = agc_c10d_open(group_name, t, text, sizeof text);
-    Py_END_ALLOW_THREADS
-    if (status != AGC_OK) {
+    Py_BEGIN_ALLOW_THREADS status = agc_c10d_open(group_name, t, text, sizeof text);
+    Py_END_ALLOW_THREADS if (status != AGC_OK)
+    {
         free(t);
         PyErr_Format(PyExc_RuntimeError, "cannot use process group %s: %s", group_name, text);
         return NULL;
@@ -50,7 +50,8 @@ static PyObject *c10d_open(PyObject *module, PyObject *args)
 
 static PyMethodDef c10d_methods[] = {
     {"open", c10d_open, METH_VARARGS,
-     "open(group_name: str) -> capsule\n\nA transport over the process group registered under that name."},
+     "open(group_name: str) -> capsule\n\nA transport over the process group registered under that "
+     "name."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -67,7 +68,8 @@ static PyModuleDef_Slot c10d_slots[] = {
 static struct PyModuleDef c10d_module = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "agentcomm._c10d",
-    .m_doc = "Transport over torch.distributed process groups. Compiled against one version of torch.",
+    .m_doc =
+        "Transport over torch.distributed process groups. Compiled against one version of torch.",
     .m_methods = c10d_methods,
     .m_slots = c10d_slots,
 };

@@ -1,5 +1,6 @@
-/* dlpack.h: the structures of DLPack 0.x (github.com/dmlc/dlpack), by which tensors cross from torch to _core without torch's headers.
- * Only what is read here; the layout is fixed by that specification.
+/* dlpack.h: the structures of DLPack 0.x (github.com/dmlc/dlpack), by which tensors cross from
+ * torch to _core without torch's headers. Only what is read here; the layout is fixed by that
+ * specification.
  */
 #ifndef AGC_DLPACK_H
 #define AGC_DLPACK_H

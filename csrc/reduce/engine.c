@@ -1,12 +1,15 @@
-/* engine.c: the progress thread. It takes chunks through the steps that pipeline.h orders: encode, post, wait, decode.
+/* engine.c: the progress thread. It takes chunks through the steps that pipeline.h orders: encode,
+ * post, wait, decode.
  *
- * Staging: `window` slots, each with room for one chunk's frames. All of it is reserved once, when the engine is created, and touched only
- * as far as frames reach, so that a steady state allocates nothing. Receives are posted with the largest capacity that any frame of this
- * engine can have: a frame from a peer that is out of step still fits, and its header tells what went wrong.
+ * Staging: `window` slots, each with room for one chunk's frames. All of it is reserved once, when
+ * the engine is created, and touched only as far as frames reach, so that a steady state allocates
+ * nothing. Receives are posted with the largest capacity that any frame of this engine can have: a
+ * frame from a peer that is out of step still fits, and its header tells what went wrong.
  *
- * Blocking: the transport's wait blocks, and gloo offers no other way to learn of a completion. That is no loss: a rank waits
- * only when everything that it could send is posted. A second thread, the watch, sleeps beside it; it cancels a wait that lasts longer than
- * the timeout and reports peers that are late.
+ * Blocking: the transport's wait blocks, and gloo offers no other way to learn of a completion.
+ * That is no loss: a rank waits only when everything that it could send is posted. A second thread,
+ * the watch, sleeps beside it; it cancels a wait that lasts longer than the timeout and reports
+ * peers that are late.
  */
 #define _DEFAULT_SOURCE /* madvise */
 #include "reduce/engine.h"
@@ -29,9 +32,11 @@
 #define HUGE_PAGE_NBYTES ((size_t)2 << 20)
 /* agc_engine_config.linger_ns, unless told otherwise. */
 #define LINGER_NS 2000000000ull
-/* How much longer than the timeout an indirect wait lasts, at most, so that the rank waited for is the first to blame somebody. */
+/* How much longer than the timeout an indirect wait lasts, at most, so that the rank waited for is
+ * the first to blame somebody. */
 #define GRACE_NS 5000000000ull
-/* Rounds whose fastest is what the next chunk size is computed from: one late peer must not shrink the chunks. */
+/* Rounds whose fastest is what the next chunk size is computed from: one late peer must not shrink
+ * the chunks. */
 #define TUNE_NROUNDS 8
 
 struct request {
@@ -70,12 +75,13 @@ struct slot {
     struct agc_lane *lane;
     uint64_t chunk;
     uint64_t chunk_nstripes;
-    uint32_t nabsent; /* ranks that do not count in the mean */
+    uint32_t nabsent;                  /* ranks that do not count in the mean */
     struct request *recv_contribution; /* nranks of each */
     struct request *recv_result;
     struct request *send_contribution;
     struct request *send_result;
-    uint8_t **in_contribution; /* nranks buffers of message_nbytes_max; the own one is the own frame */
+    uint8_t *
+        *in_contribution; /* nranks buffers of message_nbytes_max; the own one is the own frame */
     uint8_t **in_result;
     uint8_t **out_contribution;
     uint8_t *out_result;
@@ -107,8 +113,8 @@ struct agc_engine {
 
     /* Between callers and the progress thread. */
     pthread_mutex_t mutex;
-    pthread_cond_t work;  /* a job was queued, or stop */
-    pthread_cond_t idle;  /* nothing is under way */
+    pthread_cond_t work; /* a job was queued, or stop */
+    pthread_cond_t idle; /* nothing is under way */
     struct job queue[QUEUE_CAP];
     uint64_t queue_head, queue_tail; /* jobs [head, tail) are queued or under way */
     uint64_t queue_next;             /* first job not yet taken by the progress thread */
@@ -134,14 +140,14 @@ struct agc_engine {
     struct agc_tile_scratch *scratch;
     uint8_t *staging;
     uint64_t message_nbytes_max;
-    uint64_t job_opening;     /* the job whose chunks are being opened */
-    uint32_t round;           /* being opened */
+    uint64_t job_opening; /* the job whose chunks are being opened */
+    uint32_t round;       /* being opened */
     bool round_known;
     uint32_t chunk_log2;      /* of this round */
     uint32_t chunk_log2_next; /* of the next one, as announced */
     uint32_t chunk_log2_max;  /* that the staging has room for */
     bool announced;           /* a frame of this round has told of chunk_log2_next */
-    uint64_t tune_nbytes; /* these three since the round began */
+    uint64_t tune_nbytes;     /* these three since the round began */
     uint64_t tune_codec_ns;
     uint64_t tune_total_ns;
     uint64_t tune_done_ns; /* when the last bucket was done */
@@ -159,8 +165,9 @@ static uint64_t now_ns(void)
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
 }
 
-/* Large blocks in huge pages where the system offers them: residuals are read and written once per round from end to end, and encoding is bound
- * by that (int8 with error feedback over 32 MiB: 3.2 ms in small pages, 2.8 ms in huge ones). */
+/* Large blocks in huge pages where the system offers them: residuals are read and written once per
+ * round from end to end, and encoding is bound by that (int8 with error feedback over 32 MiB: 3.2
+ * ms in small pages, 2.8 ms in huge ones). */
 static void *default_alloc(void *ctx, size_t nbytes)
 {
     (void)ctx;
@@ -198,10 +205,11 @@ static uint32_t rank_name(const struct agc_engine *e, uint32_t rank)
     return rank < e->nranks ? e->rank_names[rank] : rank;
 }
 
-/* ---- waiting and failing ------------------------------------------------------------------------------------------------- */
+/* ---- waiting and failing ---- */
 
 /* Records the first failure. With e->mutex held. */
-static void record_failure(struct agc_engine *e, enum agc_status status, uint32_t rank, const char *text)
+static void record_failure(struct agc_engine *e, enum agc_status status, uint32_t rank,
+                           const char *text)
 {
     if (e->failed)
         return;
@@ -212,7 +220,8 @@ static void record_failure(struct agc_engine *e, enum agc_status status, uint32_
 }
 
 /* Returns the status. */
-static enum agc_status fail(struct agc_engine *e, enum agc_status status, uint32_t rank, const char *text)
+static enum agc_status fail(struct agc_engine *e, enum agc_status status, uint32_t rank,
+                            const char *text)
 {
     pthread_mutex_lock(&e->mutex);
     record_failure(e, status, rank, text);
@@ -220,24 +229,27 @@ static enum agc_status fail(struct agc_engine *e, enum agc_status status, uint32
     return status;
 }
 
-static enum agc_status fail_peer(struct agc_engine *e, uint32_t peer, const struct job *job, bool timed_out)
+static enum agc_status fail_peer(struct agc_engine *e, uint32_t peer, const struct job *job,
+                                 bool timed_out)
 {
     char text[AGC_ENGINE_TEXT_NBYTES], reason[256] = "";
     uint32_t round = job->round, bucket = job->bucket->index;
     if (timed_out) {
         snprintf(text, sizeof text,
-                 "rank %u did not send its part of round %u bucket %u within %.1f s (timeout_s); it is stuck, slower than "
+                 "rank %u did not send its part of round %u bucket %u within %.1f s (timeout_s); "
+                 "it is stuck, slower than "
                  "that, or did not take part in this backward pass",
                  rank_name(e, peer), round, bucket, (double)e->config.timeout_ns * 1e-9);
         return fail(e, AGC_ERR_TIMEOUT, peer, text);
     }
     e->transport.error_text(e->transport.ctx, reason, sizeof reason);
-    snprintf(text, sizeof text, "rank %u is gone in round %u bucket %u%s%s", rank_name(e, peer), round, bucket,
-             reason[0] ? ": " : "", reason);
+    snprintf(text, sizeof text, "rank %u is gone in round %u bucket %u%s%s", rank_name(e, peer),
+             round, bucket, reason[0] ? ": " : "", reason);
     return fail(e, AGC_ERR_PEER, peer, text);
 }
 
-/* Puts a wait under the eyes of the watch. False: the engine is being closed, so the wait must not begin. */
+/* Puts a wait under the eyes of the watch. False: the engine is being closed, so the wait must not
+ * begin. */
 static bool watch_begin(struct agc_engine *e, struct watched w)
 {
     if (!w.since_ns)
@@ -268,13 +280,16 @@ static enum agc_status fail_closed(struct agc_engine *e)
     return fail(e, AGC_ERR_CLOSED, AGC_RANK_NONE, CLOSED_TEXT);
 }
 
-static enum agc_status wait_for(struct agc_engine *e, struct request *r, uint32_t peer, bool indirect,
-                                const struct job *job)
+static enum agc_status wait_for(struct agc_engine *e, struct request *r, uint32_t peer,
+                                bool indirect, const struct job *job)
 {
     if (!r->handle)
         return AGC_OK;
-    if (!watch_begin(e, (struct watched){.request = r->handle, .peer = peer, .round = job->round,
-                                         .bucket = job->bucket->index, .indirect = indirect}))
+    if (!watch_begin(e, (struct watched){.request = r->handle,
+                                         .peer = peer,
+                                         .round = job->round,
+                                         .bucket = job->bucket->index,
+                                         .indirect = indirect}))
         return fail_closed(e);
     enum agc_status status = e->transport.wait(e->transport.ctx, r->handle);
     struct watched w = watch_end(e);
@@ -296,7 +311,8 @@ static void *watch_main(void *arg)
     pthread_mutex_lock(&e->watch_mutex);
     while (!e->watch_stop) {
         struct timespec until;
-        uint64_t period_ns = agc_min_u64(500000000u, agc_min_u64(e->config.timeout_ns, e->config.late_ns) / 4 + 1000000u);
+        uint64_t period_ns = agc_min_u64(
+            500000000u, agc_min_u64(e->config.timeout_ns, e->config.late_ns) / 4 + 1000000u);
         clock_gettime(CLOCK_MONOTONIC, &until);
         uint64_t ns = (uint64_t)until.tv_nsec + period_ns;
         until.tv_sec += (time_t)(ns / 1000000000u);
@@ -313,10 +329,11 @@ static void *watch_main(void *arg)
         } else if (waited_ns >= e->config.late_ns && !w.indirect && !w.lingering &&
                    e->config.callbacks.peer_late && !e->late_told[w.peer]) {
             e->late_told[w.peer] = true;
-            /* Without the mutex: the callback may wait for a lock that a thread holds which waits for the progress thread. */
+            /* Without the mutex: the callback may wait for a lock that a thread holds which waits
+             * for the progress thread. */
             pthread_mutex_unlock(&e->watch_mutex);
-            e->config.callbacks.peer_late(e->config.callbacks.ctx, rank_name(e, w.peer), w.round, w.bucket,
-                                          (double)waited_ns * 1e-9);
+            e->config.callbacks.peer_late(e->config.callbacks.ctx, rank_name(e, w.peer), w.round,
+                                          w.bucket, (double)waited_ns * 1e-9);
             pthread_mutex_lock(&e->watch_mutex);
         }
     }
@@ -327,36 +344,42 @@ static void *watch_main(void *arg)
     return NULL;
 }
 
-/* Tells every other rank that this one gives up, and whom it blames. Their next receive from here gets this instead of a frame, so that
- * they name the same culprit and not this rank. The culprit is told too, unless it is gone: it may be alive and waiting. */
+/* Tells every other rank that this one gives up, and whom it blames. Their next receive from here
+ * gets this instead of a frame, so that they name the same culprit and not this rank. The culprit
+ * is told too, unless it is gone: it may be alive and waiting. */
 static void tell_peers(struct agc_engine *e)
 {
-    struct agc_frame f = {.flags = AGC_FRAME_ABORT, .tile_nelems = AGC_TILE_NELEMS_MAX, .stream = e->config.stream,
-                          .round = e->round, .first_tile = e->failure.rank,
+    struct agc_frame f = {.flags = AGC_FRAME_ABORT,
+                          .tile_nelems = AGC_TILE_NELEMS_MAX,
+                          .stream = e->config.stream,
+                          .round = e->round,
+                          .first_tile = e->failure.rank,
                           .seed = (uint32_t)-(int32_t)e->failure.status};
     agc_header_write(agc_kernels_get(), &f, e->abort_frame);
     for (uint32_t i = 0; i < AGC_NCHANNELS * e->nranks; i++) {
         uint32_t peer = i / AGC_NCHANNELS, channel = i % AGC_NCHANNELS + AGC_CHANNEL_CONTRIBUTION;
         if (peer == e->rank || (peer == e->failure.rank && e->failure.status == AGC_ERR_PEER))
             continue;
-        if (channel == AGC_CHANNEL_RESULT && e->nranks <= 2) /* always direct: nobody listens there */
+        if (channel == AGC_CHANNEL_RESULT &&
+            e->nranks <= 2) /* always direct: nobody listens there */
             continue;
-        if (e->transport.send(e->transport.ctx, peer, channel, e->abort_frame, sizeof e->abort_frame,
-                              &e->abort_sends[i].handle) != AGC_OK)
+        if (e->transport.send(e->transport.ctx, peer, channel, e->abort_frame,
+                              sizeof e->abort_frame, &e->abort_sends[i].handle) != AGC_OK)
             e->abort_sends[i].handle = NULL;
     }
 }
 
-/* ---- frames -------------------------------------------------------------------------------------------------------------- */
+/* ---- frames ---- */
 
-static struct agc_frame describe(const struct agc_engine *e, const struct slot *s, const struct agc_message *m,
-                                 bool result)
+static struct agc_frame describe(const struct agc_engine *e, const struct slot *s,
+                                 const struct agc_message *m, bool result)
 {
     return (struct agc_frame){
         .spec = s->lane->plan.spec,
         .dtype = s->lane->plan.dtype,
-        .flags = (result ? AGC_FRAME_RESULT : 0u) | (!result && s->job->absent ? AGC_FRAME_ABSENT : 0u) |
-                 (s->lane->plan.spec.rounding == AGC_ROUNDING_STOCHASTIC ? AGC_FRAME_STOCHASTIC : 0u),
+        .flags =
+            (result ? AGC_FRAME_RESULT : 0u) | (!result && s->job->absent ? AGC_FRAME_ABSENT : 0u) |
+            (s->lane->plan.spec.rounding == AGC_ROUNDING_STOCHASTIC ? AGC_FRAME_STOCHASTIC : 0u),
         .tile_nelems = s->lane->plan.tile_nelems,
         .nelems = m->nelems,
         .payload_nbytes = m->payload_nbytes,
@@ -380,14 +403,19 @@ static struct agc_message slot_message(const struct slot *s, uint32_t owner)
 static struct agc_lane_context slot_context(const struct agc_engine *e, const struct slot *s,
                                             const struct agc_kernels *k)
 {
-    return (struct agc_lane_context){.kernels = k, .params = e->params, .scratch = e->scratch, .bucket = s->job->data,
-                                     .bucket_index = s->job->bucket->index, .seed = e->config.seed,
-                                     .round = s->job->round, .rank = e->rank};
+    return (struct agc_lane_context){.kernels = k,
+                                     .params = e->params,
+                                     .scratch = e->scratch,
+                                     .bucket = s->job->data,
+                                     .bucket_index = s->job->bucket->index,
+                                     .seed = e->config.seed,
+                                     .round = s->job->round,
+                                     .rank = e->rank};
 }
 
 /* Compares what a peer sent with what was expected of it; learns the next chunk size. */
-static enum agc_status check_frame(struct agc_engine *e, struct slot *s, uint32_t peer, const uint8_t *src,
-                                   const struct agc_message *m, bool result)
+static enum agc_status check_frame(struct agc_engine *e, struct slot *s, uint32_t peer,
+                                   const uint8_t *src, const struct agc_message *m, bool result)
 {
     char text[AGC_ENGINE_TEXT_NBYTES];
     const uint32_t absent = AGC_FRAME_ABSENT; /* may differ between ranks */
@@ -395,47 +423,57 @@ static enum agc_status check_frame(struct agc_engine *e, struct slot *s, uint32_
     uint32_t name = rank_name(e, peer);
     enum agc_status status = agc_header_read(agc_kernels_get(), src, AGC_WIRE_HEADER_NBYTES, &f);
     if (status != AGC_OK) {
-        snprintf(text, sizeof text, "rank %u sent a damaged frame for round %u bucket %u: %s", name, want.round,
-                 want.bucket, agc_status_text(status));
+        snprintf(text, sizeof text, "rank %u sent a damaged frame for round %u bucket %u: %s", name,
+                 want.round, want.bucket, agc_status_text(status));
         return fail(e, status, peer, text);
     }
     if (f.flags & AGC_FRAME_ABORT) {
-        enum agc_status theirs = (enum agc_status)-(int32_t)f.seed;
+        enum agc_status theirs = (enum agc_status) - (int32_t)f.seed;
         uint32_t culprit = f.first_tile < e->nranks ? f.first_tile : peer;
-        snprintf(text, sizeof text, "rank %u gave up in round %u: %s%s", name, f.round, agc_status_text(theirs),
-                 culprit == e->rank ? "; it blames this rank" : "");
+        snprintf(text, sizeof text, "rank %u gave up in round %u: %s%s", name, f.round,
+                 agc_status_text(theirs), culprit == e->rank ? "; it blames this rank" : "");
         if (culprit != peer && culprit != e->rank)
-            snprintf(text, sizeof text, "rank %u %s: reported by rank %u in round %u (%s)", rank_name(e, culprit),
-                     theirs == AGC_ERR_MISMATCH ? "does not match" : "is gone or silent", name, f.round,
-                     agc_status_text(theirs));
+            snprintf(text, sizeof text, "rank %u %s: reported by rank %u in round %u (%s)",
+                     rank_name(e, culprit),
+                     theirs == AGC_ERR_MISMATCH ? "does not match" : "is gone or silent", name,
+                     f.round, agc_status_text(theirs));
         bool keep = theirs == AGC_ERR_MISMATCH || theirs == AGC_ERR_TIMEOUT;
         return fail(e, keep ? theirs : AGC_ERR_PEER, culprit, text);
     }
     if (f.stream != want.stream) {
         snprintf(text, sizeof text,
-                 "rank %u sent a frame of another model or handle (stream %016llx, expected %016llx) in round %u bucket %u",
-                 name, (unsigned long long)f.stream, (unsigned long long)want.stream, want.round, want.bucket);
+                 "rank %u sent a frame of another model or handle (stream %016llx, expected "
+                 "%016llx) in round %u bucket %u",
+                 name, (unsigned long long)f.stream, (unsigned long long)want.stream, want.round,
+                 want.bucket);
     } else if (f.round != want.round || f.bucket != want.bucket) {
         snprintf(text, sizeof text,
-                 "rank %u sent round %u bucket %u, expected round %u bucket %u: the ranks do not make the same backward passes",
+                 "rank %u sent round %u bucket %u, expected round %u bucket %u: the ranks do not "
+                 "make the same backward passes",
                  name, f.round, f.bucket, want.round, want.bucket);
     } else if (f.nforwards && want.nforwards && f.nforwards != want.nforwards) {
         snprintf(text, sizeof text,
-                 "rank %u sent round %u after %u forward passes, expected %u: it left out or repeated a backward pass", name,
-                 f.round, f.nforwards, want.nforwards);
+                 "rank %u sent round %u after %u forward passes, expected %u: it left out or "
+                 "repeated a backward pass",
+                 name, f.round, f.nforwards, want.nforwards);
     } else if (f.lane != want.lane || f.first_tile != want.first_tile || f.ntiles != want.ntiles ||
-               f.nelems != want.nelems || f.payload_nbytes != want.payload_nbytes || (f.flags | absent) != (want.flags | absent) ||
-               f.dtype != want.dtype || f.tile_nelems != want.tile_nelems || f.seed != want.seed ||
+               f.nelems != want.nelems || f.payload_nbytes != want.payload_nbytes ||
+               (f.flags | absent) != (want.flags | absent) || f.dtype != want.dtype ||
+               f.tile_nelems != want.tile_nelems || f.seed != want.seed ||
                memcmp(&f.spec, &want.spec, sizeof f.spec) != 0) {
+        snprintf(
+            text, sizeof text,
+            "rank %u sent lane %u tiles %u+%u codec %u (%llu elements), expected lane %u tiles "
+            "%u+%u codec %u "
+            "(%llu elements) in round %u bucket %u: the ranks have different models or settings",
+            name, f.lane, f.first_tile, f.ntiles, f.spec.codec, (unsigned long long)f.nelems,
+            want.lane, want.first_tile, want.ntiles, want.spec.codec,
+            (unsigned long long)want.nelems, want.round, want.bucket);
+    } else if (peer == 0 &&
+               (f.chunk_log2 < AGC_CHUNK_LOG2_MIN || f.chunk_log2 > e->chunk_log2_max)) {
         snprintf(text, sizeof text,
-                 "rank %u sent lane %u tiles %u+%u codec %u (%llu elements), expected lane %u tiles %u+%u codec %u "
-                 "(%llu elements) in round %u bucket %u: the ranks have different models or settings",
-                 name, f.lane, f.first_tile, f.ntiles, f.spec.codec, (unsigned long long)f.nelems, want.lane,
-                 want.first_tile, want.ntiles, want.spec.codec, (unsigned long long)want.nelems, want.round,
-                 want.bucket);
-    } else if (peer == 0 && (f.chunk_log2 < AGC_CHUNK_LOG2_MIN || f.chunk_log2 > e->chunk_log2_max)) {
-        snprintf(text, sizeof text,
-                 "rank %u announced chunks of 2^%u bytes in round %u, this rank has room for 2^%u: chunk_nbytes differs "
+                 "rank %u announced chunks of 2^%u bytes in round %u, this rank has room for 2^%u: "
+                 "chunk_nbytes differs "
                  "between the ranks",
                  name, f.chunk_log2, f.round, e->chunk_log2_max);
     } else {
@@ -447,8 +485,10 @@ static enum agc_status check_frame(struct agc_engine *e, struct slot *s, uint32_
     return fail(e, AGC_ERR_MISMATCH, peer, text);
 }
 
-/* Encodes the tiles of a message into a frame. kept: the frame stays here, so tiles whose payload the bucket holds are left out. */
-static void encode_message(struct agc_engine *e, struct slot *s, const struct agc_message *m, bool kept, uint8_t *dst)
+/* Encodes the tiles of a message into a frame. kept: the frame stays here, so tiles whose payload
+ * the bucket holds are left out. */
+static void encode_message(struct agc_engine *e, struct slot *s, const struct agc_message *m,
+                           bool kept, uint8_t *dst)
 {
     const struct agc_kernels *k = agc_kernels_get();
     struct agc_lane_context c = slot_context(e, s, k);
@@ -464,8 +504,9 @@ static void encode_message(struct agc_engine *e, struct slot *s, const struct ag
     }
 }
 
-static enum agc_status post_send(struct agc_engine *e, struct slot *s, uint32_t peer, uint32_t channel,
-                                 const uint8_t *frame, const struct agc_message *m, struct request *r)
+static enum agc_status post_send(struct agc_engine *e, struct slot *s, uint32_t peer,
+                                 uint32_t channel, const uint8_t *frame,
+                                 const struct agc_message *m, struct request *r)
 {
     uint64_t nbytes = AGC_WIRE_HEADER_NBYTES + m->payload_nbytes;
     if (e->transport.send(e->transport.ctx, peer, channel, frame, nbytes, &r->handle) != AGC_OK) {
@@ -477,10 +518,11 @@ static enum agc_status post_send(struct agc_engine *e, struct slot *s, uint32_t 
     return AGC_OK;
 }
 
-static enum agc_status post_recv(struct agc_engine *e, struct slot *s, uint32_t peer, uint32_t channel, uint8_t *buf,
-                                 struct request *r)
+static enum agc_status post_recv(struct agc_engine *e, struct slot *s, uint32_t peer,
+                                 uint32_t channel, uint8_t *buf, struct request *r)
 {
-    if (e->transport.recv(e->transport.ctx, peer, channel, buf, e->message_nbytes_max, &r->handle) != AGC_OK) {
+    if (e->transport.recv(e->transport.ctx, peer, channel, buf, e->message_nbytes_max,
+                          &r->handle) != AGC_OK) {
         r->handle = NULL;
         return fail_peer(e, peer, s->job, false);
     }
@@ -503,7 +545,7 @@ static void count_decode(struct agc_engine *e, struct job *job, uint64_t since_n
     e->tune_codec_ns += ns;
 }
 
-/* ---- the three steps ----------------------------------------------------------------------------------------------------- */
+/* ---- the three steps ---- */
 
 /* The sends of a slot's last chunk must have left before its buffers are written again. */
 static enum agc_status finish_sends(struct agc_engine *e, struct slot *s, const struct job *job)
@@ -523,7 +565,8 @@ static uint32_t tuned_chunk_log2(const struct agc_engine *e)
         if ((double)e->tune[i].total_ns * (double)e->tune[best].nbytes <
             (double)e->tune[best].total_ns * (double)e->tune[i].nbytes)
             best = i;
-    return agc_plan_chunk_log2(e->tune[best].nbytes, e->tune[best].codec_ns, e->tune[best].total_ns);
+    return agc_plan_chunk_log2(e->tune[best].nbytes, e->tune[best].codec_ns,
+                               e->tune[best].total_ns);
 }
 
 static void round_begin(struct agc_engine *e, uint32_t round)
@@ -557,8 +600,9 @@ static enum agc_status step_open(struct agc_engine *e)
     s->job = job;
     s->lane = &job->bucket->lanes[job->lane];
     s->chunk_nstripes = agc_plan_chunk_nstripes(&s->lane->plan, e->chunk_log2);
-    /* From the end: backward has filled the bucket from its beginning, so that what it wrote last may still be cached. And DDP will copy the
-     * results out from the beginning, which is then what was decoded last. */
+    /* From the end: backward has filled the bucket from its beginning, so that what it wrote last
+     * may still be cached. And DDP will copy the results out from the beginning, which is then what
+     * was decoded last. */
     s->chunk = agc_plan_nchunks(&s->lane->plan, s->chunk_nstripes) - 1 - job->chunk;
     s->nabsent = job->absent ? 1 : 0;
     bool direct = s->lane->plan.direct;
@@ -571,10 +615,11 @@ static enum agc_status step_open(struct agc_engine *e)
             AGC_TRY(post_recv(e, s, peer, AGC_CHANNEL_CONTRIBUTION, s->in_contribution[peer],
                               &s->recv_contribution[peer]));
         if (!direct && slot_message(s, peer).ntiles)
-            AGC_TRY(post_recv(e, s, peer, AGC_CHANNEL_RESULT, s->in_result[peer], &s->recv_result[peer]));
+            AGC_TRY(post_recv(e, s, peer, AGC_CHANNEL_RESULT, s->in_result[peer],
+                              &s->recv_result[peer]));
     }
-    /* Beginning behind the own rank, so that not everyone sends to rank 0 first. The own frame comes last; in the direct form it is the one
-     * that everybody gets, so it comes first. */
+    /* Beginning behind the own rank, so that not everyone sends to rank 0 first. The own frame
+     * comes last; in the direct form it is the one that everybody gets, so it comes first. */
     uint64_t t = now_ns();
     if (direct)
         encode_message(e, s, &own, false, s->in_contribution[e->rank]);
@@ -601,10 +646,12 @@ static enum agc_status step_open(struct agc_engine *e)
     return AGC_OK;
 }
 
-/* Mean (or sum) over all ranks of tile t, which lies at `offset` in the own message's payload, in rank order. With two ranks the own
- * contribution goes first, on both: a sum of two does not depend on the order, and it may stand where the sum is to stand. */
-static void average_tile(struct agc_engine *e, const struct slot *s, const struct agc_lane_context *c,
-                         const struct agc_tile *tile, uint64_t t, uint64_t offset, void *out)
+/* Mean (or sum) over all ranks of tile t, which lies at `offset` in the own message's payload, in
+ * rank order. With two ranks the own contribution goes first, on both: a sum of two does not depend
+ * on the order, and it may stand where the sum is to stand. */
+static void average_tile(struct agc_engine *e, const struct slot *s,
+                         const struct agc_lane_context *c, const struct agc_tile *tile, uint64_t t,
+                         uint64_t offset, void *out)
 {
     const uint8_t *own = agc_lane_payload(s->lane, c, t);
     bool own_first = e->nranks == 2;
@@ -614,7 +661,8 @@ static void average_tile(struct agc_engine *e, const struct slot *s, const struc
     double weight = s->job->bucket->sum ? 1.0 : 1.0 / (double)ncounted;
     for (uint32_t i = 0; i < e->nranks; i++) {
         uint32_t rank = own_first ? (e->rank + i) % 2 : i;
-        const uint8_t *src = rank == e->rank ? own : s->in_contribution[rank] + AGC_WIRE_HEADER_NBYTES + offset;
+        const uint8_t *src =
+            rank == e->rank ? own : s->in_contribution[rank] + AGC_WIRE_HEADER_NBYTES + offset;
         (i == 0 ? s->lane->codec->decode : s->lane->codec->decode_add)(tile, src, weight, out);
     }
 }
@@ -645,7 +693,8 @@ static enum agc_status step_reduce(struct agc_engine *e)
         if (s->lane->plan.direct) {
             average_tile(e, s, &c, &tile, t, offset, out);
         } else {
-            /* The owner keeps the decoded mean, as everybody else will, and never the exact one: replicas must not drift. */
+            /* The owner keeps the decoded mean, as everybody else will, and never the exact one:
+             * replicas must not drift. */
             uint8_t *result = s->out_result + AGC_WIRE_HEADER_NBYTES + offset;
             average_tile(e, s, &c, &tile, t, offset, e->scratch->mean);
             agc_lane_encode_mean(s->lane, &c, t, e->scratch->mean, result);
@@ -659,7 +708,8 @@ static enum agc_status step_reduce(struct agc_engine *e)
         return AGC_OK;
     for (uint32_t i = 1; i < e->nranks; i++) {
         uint32_t peer = (e->rank + i) % e->nranks;
-        AGC_TRY(post_send(e, s, peer, AGC_CHANNEL_RESULT, s->out_result, &own, &s->send_result[peer]));
+        AGC_TRY(
+            post_send(e, s, peer, AGC_CHANNEL_RESULT, s->out_result, &own, &s->send_result[peer]));
     }
     return AGC_OK;
 }
@@ -694,7 +744,7 @@ static enum agc_status step_close(struct agc_engine *e)
     return AGC_OK;
 }
 
-/* ---- jobs ---------------------------------------------------------------------------------------------------------------- */
+/* ---- jobs ---- */
 
 /* Skips lanes that have been opened to the end. False: the job has no more chunks to open. */
 static bool job_has_chunk(const struct agc_engine *e, struct job *job)
@@ -717,7 +767,8 @@ static void count_done(struct agc_engine *e, const struct job *job)
     b->dense_nbytes += dense_nbytes;
     e->stats.nbuckets++;
     e->stats.dense_nbytes += dense_nbytes;
-    /* Time with an exchange under way: buckets overlap, and between them backward may take its time. */
+    /* Time with an exchange under way: buckets overlap, and between them backward may take its
+     * time. */
     e->tune_nbytes += nbytes;
     e->tune_total_ns += t - (job->started_ns > e->tune_done_ns ? job->started_ns : e->tune_done_ns);
     e->tune_done_ns = t;
@@ -740,7 +791,8 @@ static void job_finish(struct agc_engine *e, const struct agc_failure *failure)
     pthread_mutex_unlock(&e->mutex);
 }
 
-/* Takes jobs from the queue while the pipeline can use them: offers chunk after chunk of the oldest job that has any left. */
+/* Takes jobs from the queue while the pipeline can use them: offers chunk after chunk of the oldest
+ * job that has any left. */
 static void feed(struct agc_engine *e)
 {
     while (e->pipeline.opened == e->pipeline.offered && e->job_opening < e->queue_next) {
@@ -767,11 +819,12 @@ static void feed(struct agc_engine *e)
     }
 }
 
-/* Jobs whose chunks are all closed are done, in order. Before the last of them is handed back, everything sent has left: the caller may end
- * the process now, and the others still need it. */
+/* Jobs whose chunks are all closed are done, in order. Before the last of them is handed back,
+ * everything sent has left: the caller may end the process now, and the others still need it. */
 static enum agc_status finish_jobs(struct agc_engine *e)
 {
-    while (e->queue_head < e->job_opening && e->queue[e->queue_head % QUEUE_CAP].nchunks_open == 0) {
+    while (e->queue_head < e->job_opening &&
+           e->queue[e->queue_head % QUEUE_CAP].nchunks_open == 0) {
         const struct job *job = &e->queue[e->queue_head % QUEUE_CAP];
         for (uint32_t i = 0; e->queue_head + 1 == e->queue_next && i < WINDOW; i++)
             AGC_TRY(finish_sends(e, &e->slots[i], job));
@@ -797,10 +850,12 @@ static void surrender(struct agc_engine *e)
     }
     if (!tell)
         return;
-    /* The watch bounds all of these waits together. A rank that has been silent for the whole timeout is not waited for again. */
+    /* The watch bounds all of these waits together. A rank that has been silent for the whole
+     * timeout is not waited for again. */
     uint64_t began = now_ns();
     pthread_mutex_lock(&e->watch_mutex);
-    e->config.timeout_ns = agc_min_u64(e->config.timeout_ns, e->config.linger_ns ? e->config.linger_ns : LINGER_NS);
+    e->config.timeout_ns =
+        agc_min_u64(e->config.timeout_ns, e->config.linger_ns ? e->config.linger_ns : LINGER_NS);
     pthread_cond_signal(&e->watch_wake); /* it has been sleeping by the longer one */
     pthread_mutex_unlock(&e->watch_mutex);
     for (uint32_t i = 0; i < AGC_NCHANNELS * e->nranks; i++) {
@@ -809,7 +864,9 @@ static void surrender(struct agc_engine *e)
         if (!r->handle || (peer == failure.rank && failure.status == AGC_ERR_TIMEOUT) ||
             now_ns() - began >= e->config.timeout_ns)
             continue;
-        if (!watch_begin(e, (struct watched){.request = r->handle, .peer = peer, .since_ns = began, .lingering = true}))
+        if (!watch_begin(
+                e, (struct watched){
+                       .request = r->handle, .peer = peer, .since_ns = began, .lingering = true}))
             return;
         enum agc_status status = e->transport.wait(e->transport.ctx, r->handle);
         watch_end(e);
@@ -860,7 +917,7 @@ static void *progress_main(void *arg)
     return NULL;
 }
 
-/* ---- the interface ------------------------------------------------------------------------------------------------------- */
+/* ---- the interface ---- */
 
 /* Cuts one block of memory into the slots' buffers; returns its size. base NULL: only that. */
 static uint64_t lay_out_staging(struct agc_engine *e, uint8_t *base)
@@ -923,12 +980,14 @@ static enum agc_status engine_init(struct agc_engine *e, const uint64_t *params_
     }
     if (n > 1) {
         e->chunk_log2_max = e->config.chunk_log2 ? e->config.chunk_log2 : AGC_CHUNK_LOG2_AUTO_MAX;
-        e->message_nbytes_max = agc_plan_message_nbytes_max(n, e->config.elem_nbytes_max, e->chunk_log2_max);
+        e->message_nbytes_max =
+            agc_plan_message_nbytes_max(n, e->config.elem_nbytes_max, e->chunk_log2_max);
         e->staging = (uint8_t *)engine_alloc(e, lay_out_staging(e, NULL));
         if (!e->staging)
             return AGC_ERR_NOMEM;
 #ifdef MADV_NOHUGEPAGE
-        /* Most of it is reserve: in huge pages every frame, however short, would take up at least one. */
+        /* Most of it is reserve: in huge pages every frame, however short, would take up at least
+         * one. */
         if (e->config.alloc.alloc == default_alloc)
             (void)madvise(e->staging, lay_out_staging(e, NULL), MADV_NOHUGEPAGE);
 #endif
@@ -970,8 +1029,10 @@ static void engine_free(struct agc_engine *e)
     engine_release(e, e);
 }
 
-enum agc_status agc_engine_create(const struct agc_engine_config *config, const struct agc_transport *transport,
-                                  const uint64_t *params_nelems, uint32_t nparams, struct agc_engine **engine_ret)
+enum agc_status agc_engine_create(const struct agc_engine_config *config,
+                                  const struct agc_transport *transport,
+                                  const uint64_t *params_nelems, uint32_t nparams,
+                                  struct agc_engine **engine_ret)
 {
     struct agc_alloc alloc = config->alloc;
     if (!alloc.alloc)
@@ -1014,7 +1075,8 @@ enum agc_status agc_engine_create(const struct agc_engine_config *config, const 
     return AGC_OK;
 }
 
-/* The threads start with the first bucket, so that a handle that is only created costs none. With e->mutex held. */
+/* The threads start with the first bucket, so that a handle that is only created costs none. With
+ * e->mutex held. */
 static enum agc_status start_threads(struct agc_engine *e)
 {
     if (e->started)
@@ -1054,7 +1116,8 @@ void agc_engine_stop(struct agc_engine *e)
     if (stopped)
         return;
     if (started) {
-        if (failed) /* let it reach the others, or they would blame this rank for being gone; at most linger_ns */
+        if (failed) /* let it reach the others, or they would blame this rank for being gone; at
+                       most linger_ns */
             pthread_join(e->progress_thread, NULL);
         pthread_mutex_lock(&e->watch_mutex);
         e->watch_stop = true;
@@ -1117,7 +1180,8 @@ enum agc_status agc_engine_add_param(struct agc_engine *e, uint64_t nelems, uint
 
 static enum agc_status bucket_create(struct agc_engine *e, uint32_t index, uint32_t dtype,
                                      const struct agc_piece_desc *pieces, uint32_t npieces,
-                                     const struct agc_lane_desc *lanes, uint32_t nlanes, struct bucket **bucket_ret)
+                                     const struct agc_lane_desc *lanes, uint32_t nlanes,
+                                     struct bucket **bucket_ret)
 {
     enum agc_status status = AGC_ERR_NOMEM;
     struct bucket *b = (struct bucket *)engine_alloc(e, sizeof *b);
@@ -1126,8 +1190,8 @@ static enum agc_status bucket_create(struct agc_engine *e, uint32_t index, uint3
     *b = (struct bucket){.defined = true, .index = index, .dtype = dtype};
     b->lanes = (struct agc_lane *)engine_alloc(e, sizeof *b->lanes * (nlanes + 1));
     for (uint32_t i = 0; b->lanes && i < nlanes; i++) {
-        status = agc_lane_init(&b->lanes[i], &lanes[i], i, dtype, pieces, npieces, e->params, e->nranks, e->rank,
-                               &e->config.alloc);
+        status = agc_lane_init(&b->lanes[i], &lanes[i], i, dtype, pieces, npieces, e->params,
+                               e->nranks, e->rank, &e->config.alloc);
         if (status != AGC_OK)
             break;
         b->nlanes++;
@@ -1149,9 +1213,11 @@ static enum agc_status bucket_create(struct agc_engine *e, uint32_t index, uint3
 
 enum agc_status agc_engine_define_bucket(struct agc_engine *e, uint32_t index, uint32_t dtype,
                                          const struct agc_piece_desc *pieces, uint32_t npieces,
-                                         const struct agc_lane_desc *lanes, uint32_t nlanes, bool sum)
+                                         const struct agc_lane_desc *lanes, uint32_t nlanes,
+                                         bool sum)
 {
-    if (index > UINT16_MAX || nlanes > UINT8_MAX || agc_dtype_nbytes(dtype) > e->config.elem_nbytes_max)
+    if (index > UINT16_MAX || nlanes > UINT8_MAX ||
+        agc_dtype_nbytes(dtype) > e->config.elem_nbytes_max)
         return AGC_ERR_SPEC;
     for (uint32_t i = 0; i < npieces; i++)
         if (pieces[i].param >= e->nparams || pieces[i].lane >= nlanes)
@@ -1204,8 +1270,8 @@ void agc_engine_reset_buckets(struct agc_engine *e)
     pthread_mutex_unlock(&e->mutex);
 }
 
-enum agc_status agc_engine_submit(struct agc_engine *e, uint32_t index, uint32_t round, uint32_t nforwards,
-                                  bool absent, void *data, void *token)
+enum agc_status agc_engine_submit(struct agc_engine *e, uint32_t index, uint32_t round,
+                                  uint32_t nforwards, bool absent, void *data, void *token)
 {
     pthread_mutex_lock(&e->mutex);
     enum agc_status status = AGC_OK;
@@ -1222,10 +1288,13 @@ enum agc_status agc_engine_submit(struct agc_engine *e, uint32_t index, uint32_t
         return AGC_OK;
     }
     if (status == AGC_OK) {
-        e->queue[e->queue_tail % QUEUE_CAP] = (struct job){.bucket = e->buckets[index], .round = round,
-                                                           .nforwards = agc_min_u32(nforwards, UINT8_MAX),
-                                                           .absent = absent, .data = (uint8_t *)data,
-                                                           .token = token};
+        e->queue[e->queue_tail % QUEUE_CAP] =
+            (struct job){.bucket = e->buckets[index],
+                         .round = round,
+                         .nforwards = agc_min_u32(nforwards, UINT8_MAX),
+                         .absent = absent,
+                         .data = (uint8_t *)data,
+                         .token = token};
         e->queue_tail++;
         pthread_cond_signal(&e->work);
     }
@@ -1240,7 +1309,8 @@ void agc_engine_stats(struct agc_engine *e, struct agc_engine_stats *stats_ret)
     pthread_mutex_unlock(&e->mutex);
 }
 
-bool agc_engine_bucket_stats(struct agc_engine *e, uint32_t index, struct agc_engine_stats *stats_ret)
+bool agc_engine_bucket_stats(struct agc_engine *e, uint32_t index,
+                             struct agc_engine_stats *stats_ret)
 {
     pthread_mutex_lock(&e->mutex);
     bool defined = index < e->buckets_cap && e->buckets[index];
@@ -1280,12 +1350,14 @@ double agc_engine_residual_norm(struct agc_engine *e)
         sum += sum_of_squares(e->params[i].residual, e->params[i].nelems);
     for (uint32_t i = 0; i < e->buckets_cap; i++)
         for (uint32_t j = 0; e->buckets[i] && j < e->buckets[i]->nlanes; j++)
-            sum += sum_of_squares(e->buckets[i]->lanes[j].owner_residual, e->buckets[i]->lanes[j].owner_residual_nelems);
+            sum += sum_of_squares(e->buckets[i]->lanes[j].owner_residual,
+                                  e->buckets[i]->lanes[j].owner_residual_nelems);
     pthread_mutex_unlock(&e->mutex);
     return square_root(sum);
 }
 
-enum agc_status agc_engine_residual_get(struct agc_engine *e, uint32_t param, bool owner, float *dst)
+enum agc_status agc_engine_residual_get(struct agc_engine *e, uint32_t param, bool owner,
+                                        float *dst)
 {
     if (param >= e->nparams)
         return AGC_ERR_NELEMS;

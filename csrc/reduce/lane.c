@@ -38,16 +38,19 @@ static bool run_next(struct run *r, uint32_t tile_nelems)
     return true;
 }
 
-static enum agc_status lane_fill(struct agc_lane *lane, uint32_t index, const struct agc_piece_desc *pieces,
-                                 uint32_t npieces, struct agc_param *params, const struct agc_alloc *alloc)
+static enum agc_status lane_fill(struct agc_lane *lane, uint32_t index,
+                                 const struct agc_piece_desc *pieces, uint32_t npieces,
+                                 struct agc_param *params, const struct agc_alloc *alloc)
 {
     uint64_t bucket_elem = 0, lane_elem = 0;
     for (uint32_t i = 0; i < npieces; i++) {
         struct agc_param *param = &params[pieces[i].param];
         if (pieces[i].lane == index) {
-            lane->pieces[lane->npieces++] = (struct agc_piece){
-                .param = pieces[i].param, .live = true, .bucket_elem = bucket_elem, .lane_elem = lane_elem,
-                .nelems = param->nelems};
+            lane->pieces[lane->npieces++] = (struct agc_piece){.param = pieces[i].param,
+                                                               .live = true,
+                                                               .bucket_elem = bucket_elem,
+                                                               .lane_elem = lane_elem,
+                                                               .nelems = param->nelems};
             lane_elem += param->nelems;
             if (lane->feedback && !param->residual && param->nelems) {
                 param->residual = (float *)alloc->alloc(alloc->ctx, sizeof(float) * param->nelems);
@@ -61,16 +64,18 @@ static enum agc_status lane_fill(struct agc_lane *lane, uint32_t index, const st
     }
     uint32_t piece = 0;
     for (uint64_t t = 0; t < lane->plan.ntiles; t++) {
-        while (lane->pieces[piece].lane_elem + lane->pieces[piece].nelems <= t * lane->plan.tile_nelems)
+        while (lane->pieces[piece].lane_elem + lane->pieces[piece].nelems <=
+               t * lane->plan.tile_nelems)
             piece++;
         lane->tile_piece[t] = piece;
     }
     return AGC_OK;
 }
 
-enum agc_status agc_lane_init(struct agc_lane *lane, const struct agc_lane_desc *desc, uint32_t index, uint32_t dtype,
-                              const struct agc_piece_desc *pieces, uint32_t npieces, struct agc_param *params,
-                              uint32_t nranks, uint32_t rank, const struct agc_alloc *alloc)
+enum agc_status agc_lane_init(struct agc_lane *lane, const struct agc_lane_desc *desc,
+                              uint32_t index, uint32_t dtype, const struct agc_piece_desc *pieces,
+                              uint32_t npieces, struct agc_param *params, uint32_t nranks,
+                              uint32_t rank, const struct agc_alloc *alloc)
 {
     struct agc_spec spec;
     uint64_t nelems = 0;
@@ -85,18 +90,23 @@ enum agc_status agc_lane_init(struct agc_lane *lane, const struct agc_lane_desc 
             own++;
         }
     }
-    if (nelems > (uint64_t)UINT32_MAX * AGC_TILE_GRANULE_NELEMS) /* tiles are counted in 32 bits on the wire */
+    if (nelems > (uint64_t)UINT32_MAX *
+                     AGC_TILE_GRANULE_NELEMS) /* tiles are counted in 32 bits on the wire */
         return AGC_ERR_NELEMS;
     lane->plan = agc_plan_lane(&spec, dtype, nelems, nranks);
     lane->codec = agc_codec_find(spec.codec);
     lane->index = index;
     lane->feedback = desc->feedback && !(lane->codec->flags & AGC_CODEC_LOSSLESS);
     lane->pieces = (struct agc_piece *)alloc->alloc(alloc->ctx, sizeof *lane->pieces * (own + 1));
-    lane->tile_piece = (uint32_t *)alloc->alloc(alloc->ctx, sizeof *lane->tile_piece * (lane->plan.ntiles + 1));
+    lane->tile_piece =
+        (uint32_t *)alloc->alloc(alloc->ctx, sizeof *lane->tile_piece * (lane->plan.ntiles + 1));
     if (!lane->plan.direct && lane->feedback) {
         lane->owner_residual_nelems =
-            lane->plan.ntiles > rank ? agc_div_up(lane->plan.ntiles - rank, nranks) * lane->plan.tile_nelems : 0;
-        lane->owner_residual = (float *)alloc->alloc(alloc->ctx, sizeof(float) * (lane->owner_residual_nelems + 1));
+            lane->plan.ntiles > rank
+                ? agc_div_up(lane->plan.ntiles - rank, nranks) * lane->plan.tile_nelems
+                : 0;
+        lane->owner_residual =
+            (float *)alloc->alloc(alloc->ctx, sizeof(float) * (lane->owner_residual_nelems + 1));
         if (lane->owner_residual)
             memset(lane->owner_residual, 0, sizeof(float) * lane->owner_residual_nelems);
     }
@@ -117,7 +127,8 @@ void agc_lane_destroy(struct agc_lane *lane, const struct agc_alloc *alloc)
     *lane = (struct agc_lane){0};
 }
 
-static uint8_t *bucket_at(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t elem)
+static uint8_t *bucket_at(const struct agc_lane *lane, const struct agc_lane_context *c,
+                          uint64_t elem)
 {
     return c->bucket + elem * agc_dtype_nbytes(lane->plan.dtype);
 }
@@ -134,14 +145,16 @@ void agc_lane_mark_live(struct agc_lane *lane, const struct agc_lane_context *c)
     }
 }
 
-struct agc_tile agc_lane_tile(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t)
+struct agc_tile agc_lane_tile(const struct agc_lane *lane, const struct agc_lane_context *c,
+                              uint64_t t)
 {
     return (struct agc_tile){
         .kernels = c->kernels,
         .spec = lane->plan.spec,
         .dtype = lane->plan.dtype,
         .nelems = agc_plan_tile_nelems(&lane->plan, t),
-        .rng = agc_rng_key(c->seed, c->round, c->bucket_index, lane->index, t * lane->plan.tile_nelems),
+        .rng = agc_rng_key(c->seed, c->round, c->bucket_index, lane->index,
+                           t * lane->plan.tile_nelems),
     };
 }
 
@@ -157,7 +170,8 @@ static size_t work_nbytes(const struct agc_lane *lane)
 }
 
 /* Copies a run from the bucket into the work type. */
-static void run_load(const struct agc_lane *lane, const struct agc_lane_context *c, const struct run *r, void *x)
+static void run_load(const struct agc_lane *lane, const struct agc_lane_context *c,
+                     const struct run *r, void *x)
 {
     const uint8_t *src = bucket_at(lane, c, r->bucket_elem);
     uint8_t *dst = (uint8_t *)x + r->tile_elem * work_nbytes(lane);
@@ -173,15 +187,17 @@ static bool is_verbatim(const struct agc_lane *lane)
     return (lane->codec->flags & AGC_CODEC_LOSSLESS) != 0 && !lane->has_residual;
 }
 
-const uint8_t *agc_lane_payload(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t)
+const uint8_t *agc_lane_payload(const struct agc_lane *lane, const struct agc_lane_context *c,
+                                uint64_t t)
 {
     struct run r = run_first(lane, t);
     bool whole = r.nelems == agc_plan_tile_nelems(&lane->plan, t);
     return is_verbatim(lane) && whole ? bucket_at(lane, c, r.bucket_elem) : NULL;
 }
 
-/* Takes back the residual of a run that was encoded through scratch. A run that is not live kept its own, and adds what its zeros cost in
- * blocks that it shares: nothing, where zero stays zero. */
+/* Takes back the residual of a run that was encoded through scratch. A run that is not live kept
+ * its own, and adds what its zeros cost in blocks that it shares: nothing, where zero stays zero.
+ */
 static void residual_put(float *residual, const float *scratch_residual, uint32_t nelems, bool live)
 {
     if (live) {
@@ -192,14 +208,18 @@ static void residual_put(float *residual, const float *scratch_residual, uint32_
         residual[i] += scratch_residual[i];
 }
 
-/* Random numbers of a rank's contribution. Each sender draws its own: were they the same, the errors of the ranks would not average out,
- * and the mean, rounded once more with the numbers that made it, would be biased. */
-static struct agc_rng contribution_rng(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t)
+/* Random numbers of a rank's contribution. Each sender draws its own: were they the same, the
+ * errors of the ranks would not average out, and the mean, rounded once more with the numbers that
+ * made it, would be biased. */
+static struct agc_rng contribution_rng(const struct agc_lane *lane,
+                                       const struct agc_lane_context *c, uint64_t t)
 {
-    return agc_rng_key(c->seed, c->round, c->bucket_index, lane->index | (c->rank + 1) << 8, t * lane->plan.tile_nelems);
+    return agc_rng_key(c->seed, c->round, c->bucket_index, lane->index | (c->rank + 1) << 8,
+                       t * lane->plan.tile_nelems);
 }
 
-void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t, uint8_t *dst)
+void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
+                     uint8_t *dst)
 {
     struct agc_tile tile = agc_lane_tile(lane, c, t);
     struct run r = run_first(lane, t);
@@ -208,7 +228,8 @@ void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, ui
     if (is_verbatim(lane)) {
         size_t elem_nbytes = agc_dtype_nbytes(lane->plan.dtype), nbytes = tile.nelems * elem_nbytes;
         do
-            memcpy(dst + r.tile_elem * elem_nbytes, bucket_at(lane, c, r.bucket_elem), r.nelems * elem_nbytes);
+            memcpy(dst + r.tile_elem * elem_nbytes, bucket_at(lane, c, r.bucket_elem),
+                   r.nelems * elem_nbytes);
         while (run_next(&r, tile.nelems));
         memset(dst + nbytes, 0, agc_tile_nbytes(&tile.spec, tile.dtype, tile.nelems) - nbytes);
         return;
@@ -221,11 +242,13 @@ void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, ui
             x = bucket_at(lane, c, r.bucket_elem);
         else
             run_load(lane, c, &r, x);
-        agc_tile_encode(lane->codec, &tile, x, residual && r.piece->live ? residual + r.piece_elem : NULL, dst);
+        agc_tile_encode(lane->codec, &tile, x,
+                        residual && r.piece->live ? residual + r.piece_elem : NULL, dst);
         return;
     }
 
-    /* Several pieces: gather. A piece whose gradient is all zero takes part with a residual of zero and keeps its own. */
+    /* Several pieces: gather. A piece whose gradient is all zero takes part with a residual of zero
+     * and keeps its own. */
     float *scratch_residual = lane->has_residual ? c->scratch->residual : NULL;
     struct run first = r;
     do {
@@ -233,7 +256,8 @@ void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, ui
         if (scratch_residual) {
             const float *residual = c->params[r.piece->param].residual;
             if (residual && r.piece->live)
-                memcpy(scratch_residual + r.tile_elem, residual + r.piece_elem, r.nelems * sizeof(float));
+                memcpy(scratch_residual + r.tile_elem, residual + r.piece_elem,
+                       r.nelems * sizeof(float));
             else
                 memset(scratch_residual + r.tile_elem, 0, r.nelems * sizeof(float));
         }
@@ -245,25 +269,28 @@ void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, ui
     do {
         float *residual = c->params[r.piece->param].residual;
         if (residual)
-            residual_put(residual + r.piece_elem, scratch_residual + r.tile_elem, r.nelems, r.piece->live);
+            residual_put(residual + r.piece_elem, scratch_residual + r.tile_elem, r.nelems,
+                         r.piece->live);
     } while (run_next(&r, tile.nelems));
 }
 
 /* The run of a mean has a non-zero. */
 static bool run_is_live(const struct agc_lane_context *c, const struct run *r, const float *mean)
 {
-    return c->kernels->any_nonzero((const uint8_t *)(mean + r->tile_elem), r->nelems * sizeof(float),
-                                   agc_dtype_zero_mask(AGC_DTYPE_F32));
+    return c->kernels->any_nonzero((const uint8_t *)(mean + r->tile_elem),
+                                   r->nelems * sizeof(float), agc_dtype_zero_mask(AGC_DTYPE_F32));
 }
 
-void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t, void *mean, uint8_t *dst)
+void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
+                          void *mean, uint8_t *dst)
 {
     struct agc_tile tile = agc_lane_tile(lane, c, t);
     if (!lane->owner_residual) {
         agc_tile_encode(lane->codec, &tile, mean, NULL, dst);
         return;
     }
-    /* A parameter used by no rank has a mean of zeros. DDP throws its result away, so the residual must not be sent with it. */
+    /* A parameter used by no rank has a mean of zeros. DDP throws its result away, so the residual
+     * must not be sent with it. */
     float *residual = lane->owner_residual + t / lane->plan.nranks * lane->plan.tile_nelems;
     float *x = (float *)mean; /* a lane with feedback is lossy, so its work type is float */
     const struct run first = run_first(lane, t);
@@ -282,14 +309,16 @@ void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *
     r = first;
     do {
         if (run_is_live(c, &r, x))
-            memcpy(scratch_residual + r.tile_elem, residual + r.tile_elem, r.nelems * sizeof(float));
+            memcpy(scratch_residual + r.tile_elem, residual + r.tile_elem,
+                   r.nelems * sizeof(float));
         else
             memset(scratch_residual + r.tile_elem, 0, r.nelems * sizeof(float));
     } while (run_next(&r, tile.nelems));
     agc_tile_encode(lane->codec, &tile, x, scratch_residual, dst);
     r = first;
     do
-        residual_put(residual + r.tile_elem, scratch_residual + r.tile_elem, r.nelems, run_is_live(c, &r, x));
+        residual_put(residual + r.tile_elem, scratch_residual + r.tile_elem, r.nelems,
+                     run_is_live(c, &r, x));
     while (run_next(&r, tile.nelems));
 }
 
@@ -301,7 +330,8 @@ void *agc_lane_tile_out(const struct agc_lane *lane, const struct agc_lane_conte
     return c->scratch->x;
 }
 
-void agc_lane_tile_put(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t, const void *out)
+void agc_lane_tile_put(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
+                       const void *out)
 {
     if (out != (const void *)c->scratch->x)
         return;
@@ -312,11 +342,13 @@ void agc_lane_tile_put(const struct agc_lane *lane, const struct agc_lane_contex
         if (is_work_dtype(lane))
             memcpy(dst, src, r.nelems * work_nbytes(lane));
         else
-            agc_elements_store(c->kernels, lane->plan.dtype, (const float *)out + r.tile_elem, r.nelems, dst);
+            agc_elements_store(c->kernels, lane->plan.dtype, (const float *)out + r.tile_elem,
+                               r.nelems, dst);
     } while (run_next(&r, agc_plan_tile_nelems(&lane->plan, t)));
 }
 
-void agc_lane_add_owner_residual(const struct agc_lane *lane, uint32_t param, uint32_t rank, float *dst)
+void agc_lane_add_owner_residual(const struct agc_lane *lane, uint32_t param, uint32_t rank,
+                                 float *dst)
 {
     if (!lane->owner_residual)
         return;
@@ -337,6 +369,7 @@ void agc_lane_fold_owner_residual(struct agc_lane *lane, struct agc_param *param
         return;
     for (uint32_t i = 0; i < lane->npieces; i++)
         if (params[lane->pieces[i].param].residual)
-            agc_lane_add_owner_residual(lane, lane->pieces[i].param, rank, params[lane->pieces[i].param].residual);
+            agc_lane_add_owner_residual(lane, lane->pieces[i].param, rank,
+                                        params[lane->pieces[i].param].residual);
     memset(lane->owner_residual, 0, sizeof(float) * lane->owner_residual_nelems);
 }

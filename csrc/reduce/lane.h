@@ -1,12 +1,16 @@
-/* lane.h: the lanes of a bucket: how a tile finds its numbers in the bucket and its residuals at the parameters.
+/* lane.h: the lanes of a bucket: how a tile finds its numbers in the bucket and its residuals at
+ * the parameters.
  *
- *   bucket   | w0 (big)      | b0 | w1 (big)      | b1 |        as DDP lays it out
- *   lane 0   | w0            | w1            |                  int8
- *   lane 1   | b0 | b1 |                                        raw
- *   tiles      ^^^^^ of lane 0: most lie in one piece and are encoded in place; one that crosses pieces is gathered first
+ *   bucket   | w0 (big)     | b0 | w1 (big)     | b1 |      as DDP lays it out
+ *   lane 0   | w0           | w1           |                int8
+ *   lane 1   | b0 | b1 |                                    raw
+ *   tiles      ^^^^^ of lane 0
  *
- * The worker's residual belongs to the parameter, in the parameter's own memory order: when DDP rebuilds its buckets nothing has to move.
- * The owner's residual belongs to the tiles that this rank owns.
+ * Most tiles lie in one piece and are encoded in place; one that crosses pieces is gathered first.
+ *
+ * The worker's residual belongs to the parameter, in the parameter's own memory order: when DDP
+ * rebuilds its buckets nothing has to move. The owner's residual belongs to the tiles that this
+ * rank owns.
  */
 #ifndef AGC_LANE_H
 #define AGC_LANE_H
@@ -53,7 +57,8 @@ struct agc_lane {
     uint32_t npieces;
     struct agc_piece *pieces;
     uint32_t *tile_piece;  /* first piece of each tile */
-    float *owner_residual; /* of the tiles owned, one after another; NULL in the direct form or without feedback */
+    float *owner_residual; /* of the tiles owned, one after another; NULL in the direct form or
+                              without feedback */
     uint64_t owner_residual_nelems;
 };
 
@@ -76,38 +81,48 @@ struct agc_lane_context {
     uint32_t rank;
 };
 
-/* Builds lane `index` of a bucket of npieces parameters. Allocates residuals. AGC_ERR_NOMEM leaves nothing behind but residuals. */
-AGC_NODISCARD enum agc_status agc_lane_init(struct agc_lane *lane, const struct agc_lane_desc *desc, uint32_t index,
-                                            uint32_t dtype, const struct agc_piece_desc *pieces, uint32_t npieces,
-                                            struct agc_param *params, uint32_t nranks, uint32_t rank,
-                                            const struct agc_alloc *alloc);
+/* Builds lane `index` of a bucket of npieces parameters. Allocates residuals. AGC_ERR_NOMEM leaves
+ * nothing behind but residuals. */
+AGC_NODISCARD enum agc_status agc_lane_init(struct agc_lane *lane, const struct agc_lane_desc *desc,
+                                            uint32_t index, uint32_t dtype,
+                                            const struct agc_piece_desc *pieces, uint32_t npieces,
+                                            struct agc_param *params, uint32_t nranks,
+                                            uint32_t rank, const struct agc_alloc *alloc);
 void agc_lane_destroy(struct agc_lane *lane, const struct agc_alloc *alloc);
 
 /* Notes which pieces have a non-zero gradient in this round. */
 void agc_lane_mark_live(struct agc_lane *lane, const struct agc_lane_context *c);
 
 /* Encodes tile t of the bucket with the worker's residual. dst has agc_tile_nbytes of the tile. */
-void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t, uint8_t *dst);
+void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
+                     uint8_t *dst);
 
-/* Where the bucket itself holds what agc_lane_encode would write for tile t, padding aside: a lossless lane's tile that lies in one piece. Else
- * NULL. */
-const uint8_t *agc_lane_payload(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t);
+/* Where the bucket itself holds what agc_lane_encode would write for tile t, padding aside: a
+ * lossless lane's tile that lies in one piece. Else NULL. */
+const uint8_t *agc_lane_payload(const struct agc_lane *lane, const struct agc_lane_context *c,
+                                uint64_t t);
 
 /* Encodes the mean of tile t, in the work type, with the owner's residual. */
-void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t, void *mean, uint8_t *dst);
+void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
+                          void *mean, uint8_t *dst);
 
 /* The tile as codecs see it; its random numbers are those of the owner's mean. */
-struct agc_tile agc_lane_tile(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t);
+struct agc_tile agc_lane_tile(const struct agc_lane *lane, const struct agc_lane_context *c,
+                              uint64_t t);
 
-/* Where tile t is to be decoded to: into the bucket itself if it lies there in one piece in the work type, else scratch->x; put copies it
- * from there. */
+/* Where tile t is to be decoded to: into the bucket itself if it lies there in one piece in the
+ * work type, else scratch->x; put copies it from there. */
 void *agc_lane_tile_out(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t);
-void agc_lane_tile_put(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t, const void *out);
+void agc_lane_tile_put(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
+                       const void *out);
 
-/* Adds nranks times the owner's residual of one parameter to dst, which has as many elements as the parameter. */
-void agc_lane_add_owner_residual(const struct agc_lane *lane, uint32_t param, uint32_t rank, float *dst);
+/* Adds nranks times the owner's residual of one parameter to dst, which has as many elements as the
+ * parameter. */
+void agc_lane_add_owner_residual(const struct agc_lane *lane, uint32_t param, uint32_t rank,
+                                 float *dst);
 
-/* Adds nranks times the owner's residual to the worker's, and clears it: before a new layout, so that nothing is lost. */
+/* Adds nranks times the owner's residual to the worker's, and clears it: before a new layout, so
+ * that nothing is lost. */
 void agc_lane_fold_owner_residual(struct agc_lane *lane, struct agc_param *params, uint32_t rank);
 
 #endif /* AGC_LANE_H */

@@ -1,4 +1,5 @@
-/* loopback.c: a transport whose ranks are threads. One lock for the whole network: it is for tests, where clarity beats speed. */
+/* loopback.c: a transport whose ranks are threads. One lock for the whole network: it is for tests,
+ * where clarity beats speed. */
 #define _POSIX_C_SOURCE 200809L
 #include "reduce/loopback.h"
 
@@ -9,8 +10,9 @@
 
 #include "core/common.h"
 
-/* One operation. Sends and receives of a pair and channel meet in order, whichever comes first; as in gloo, a message is copied out of
- * the sender's buffer only once the receiver has posted its own. */
+/* One operation. Sends and receives of a pair and channel meet in order, whichever comes first; as
+ * in gloo, a message is copied out of the sender's buffer only once the receiver has posted its
+ * own. */
 struct operation {
     struct operation *next; /* in the queue that it waits in */
     void *buf;
@@ -96,8 +98,9 @@ static void match(struct operations *sends, struct operations *recvs)
     }
 }
 
-static enum agc_status loopback_post(struct endpoint *from_here, uint32_t peer, uint32_t channel, const void *src,
-                                     void *buf, uint64_t nbytes, void **request_ret)
+static enum agc_status loopback_post(struct endpoint *from_here, uint32_t peer, uint32_t channel,
+                                     const void *src, void *buf, uint64_t nbytes,
+                                     void **request_ret)
 {
     struct agc_loopback *net = from_here->net;
     uint32_t me = from_here->rank;
@@ -126,14 +129,14 @@ static enum agc_status loopback_post(struct endpoint *from_here, uint32_t peer, 
     return AGC_OK;
 }
 
-static enum agc_status loopback_send(void *ctx, uint32_t peer, uint32_t channel, const void *buf, uint64_t nbytes,
-                                     void **request_ret)
+static enum agc_status loopback_send(void *ctx, uint32_t peer, uint32_t channel, const void *buf,
+                                     uint64_t nbytes, void **request_ret)
 {
     return loopback_post((struct endpoint *)ctx, peer, channel, buf, NULL, nbytes, request_ret);
 }
 
-static enum agc_status loopback_recv(void *ctx, uint32_t peer, uint32_t channel, void *buf, uint64_t nbytes,
-                                     void **request_ret)
+static enum agc_status loopback_recv(void *ctx, uint32_t peer, uint32_t channel, void *buf,
+                                     uint64_t nbytes, void **request_ret)
 {
     return loopback_post((struct endpoint *)ctx, peer, channel, NULL, buf, nbytes, request_ret);
 }
@@ -227,7 +230,8 @@ struct agc_loopback *agc_loopback_create(uint32_t nranks)
 
 void agc_loopback_destroy(struct agc_loopback *net)
 {
-    for (size_t i = 0; net->sends && net->recvs && i < (size_t)net->nranks * net->nranks * AGC_NCHANNELS; i++) {
+    for (size_t i = 0;
+         net->sends && net->recvs && i < (size_t)net->nranks * net->nranks * AGC_NCHANNELS; i++) {
         while (net->sends[i].head)
             queue_pop(&net->sends[i]);
         while (net->recvs[i].head)

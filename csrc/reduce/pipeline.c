@@ -15,8 +15,9 @@ void agc_pipeline_offer(struct agc_pipeline *p, uint64_t nchunks)
 
 enum agc_pipeline_action agc_pipeline_next(const struct agc_pipeline *p)
 {
-    /* Opening keeps the wire fed and never waits: it goes first. Then contributions before results, since other ranks wait for the mean of
-     * ours; but results that are due by now are not left lying, or the window would stay full. */
+    /* Opening keeps the wire fed and never waits: it goes first. Then contributions before results,
+     * since other ranks wait for the mean of ours; but results that are due by now are not left
+     * lying, or the window would stay full. */
     if (p->opened < p->offered && p->opened - p->closed < p->window)
         return AGC_PIPELINE_OPEN;
     if (p->reduced < p->opened && p->reduced - p->closed < p->lag)

@@ -2,13 +2,17 @@
  *
  * Every chunk goes through three steps, each of which may have to wait for other ranks:
  *
- *   OPEN    post the receives, encode, post the sends            waits for peers to OPEN the chunk that had its place, `window` earlier
- *   REDUCE  wait for the contributions, average, send the mean    waits for peers to OPEN the same chunk
- *   CLOSE   wait for the means of the other owners, decode        waits for peers to REDUCE the same chunk
+ *   OPEN    post the receives, encode, post the sends
+ *           waits for peers to OPEN the chunk that had its place, `window` earlier
+ *   REDUCE  wait for the contributions, average, send the mean
+ *           waits for peers to OPEN the same chunk
+ *   CLOSE   wait for the means of the other owners, decode
+ *           waits for peers to REDUCE the same chunk
  *
- * Chunks enter each step in the order of their numbers, the same on all ranks. At most `window` chunks are open at once: their staging
- * is what bounds the memory. Since every step waits only for an earlier step of the same chunk, or for an earlier chunk,
- * the oldest open chunk can always go on: there is no deadlock, whatever the timing.
+ * Chunks enter each step in the order of their numbers, the same on all ranks. At most `window`
+ * chunks are open at once: their staging is what bounds the memory. Since every step waits only for
+ * an earlier step of the same chunk, or for an earlier chunk, the oldest open chunk can always go
+ * on: there is no deadlock, whatever the timing.
  */
 #ifndef AGC_PIPELINE_H
 #define AGC_PIPELINE_H

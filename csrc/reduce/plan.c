@@ -1,11 +1,17 @@
 /* plan.c: who sends what to whom.
  *
- * Sharded form, n ranks, tiles dealt out in turn:         Direct form (n = 2, and lanes so small that a second phase costs more than
- *                                                          the extra bytes):
- *   lane   | t0 | t1 | t2 | t3 | t4 | ...                    everyone sends its whole lane to everyone
- *   owner    0    1    2    0    1
- *   phase 1: tile t of every rank goes to its owner          steps 1, bytes sent per rank (n-1) E
- *   phase 2: the owner sends the encoded mean to all         steps 2, bytes sent per rank 2 (n-1)/n E     (E: encoded lane)
+ * Sharded form: n ranks, tiles dealt out in turn. E is the encoded lane.
+ *
+ *   lane     | t0 | t1 | t2 | t3 | t4 | ...
+ *   owner      0    1    2    0    1
+ *
+ *   phase 1  tile t of every rank goes to its owner
+ *   phase 2  the owner sends the encoded mean to all       2 steps, 2 (n-1)/n E sent per rank
+ *
+ * Direct form: everyone sends its whole lane to everyone   1 step, (n-1) E sent per rank
+ *
+ * Direct is used for n = 2, where it sends no more, and for lanes so small that a second step costs
+ * more than the extra bytes.
  */
 #include "reduce/plan.h"
 
@@ -15,13 +21,16 @@
 /* Bytes that a link carries in the time that a phase costs in latency: about 100 us at 1 Gbit/s. */
 #define PHASE_NBYTES 16384u
 
-/* What a chunk costs beside its bytes: posting, waking and being woken, about 60 us measured over gloo. */
+/* What a chunk costs beside its bytes: posting, waking and being woken, about 60 us measured over
+ * gloo. */
 #define CHUNK_OVERHEAD_NS 60000u
 
-struct agc_lane_plan agc_plan_lane(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems, uint32_t nranks)
+struct agc_lane_plan agc_plan_lane(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems,
+                                   uint32_t nranks)
 {
     struct agc_lane_plan p = {.spec = *spec, .dtype = dtype, .nranks = nranks, .nelems = nelems};
-    /* As few stripes as tiles of full size allow, and the lane spread evenly over them: shares differ by at most a tile. */
+    /* As few stripes as tiles of full size allow, and the lane spread evenly over them: shares
+     * differ by at most a tile. */
     uint64_t nstripes = agc_div_up(nelems, (uint64_t)AGC_TILE_NELEMS_MAX * nranks);
     uint64_t even = nelems ? agc_div_up(nelems, nstripes * nranks) : 1;
     p.tile_nelems = (uint32_t)agc_round_up(even, AGC_TILE_GRANULE_NELEMS);
@@ -30,7 +39,8 @@ struct agc_lane_plan agc_plan_lane(const struct agc_spec *spec, uint32_t dtype, 
         p.direct = true;
     } else {
         uint64_t encoded_nbytes = agc_tiles_nbytes(spec, dtype, nelems, p.tile_nelems);
-        /* Direct sends (n-1)(n-2)/n E bytes more and saves a phase. The first test keeps the product below 2^64. */
+        /* Direct sends (n-1)(n-2)/n E bytes more and saves a phase. The first test keeps the
+         * product below 2^64. */
         p.direct = encoded_nbytes <= (uint64_t)PHASE_NBYTES * nranks &&
                    encoded_nbytes * (nranks - 1) * (nranks - 2) <= (uint64_t)PHASE_NBYTES * nranks;
     }
@@ -44,7 +54,8 @@ uint32_t agc_plan_tile_nelems(const struct agc_lane_plan *plan, uint64_t t)
 
 uint64_t agc_plan_chunk_nstripes(const struct agc_lane_plan *plan, uint32_t chunk_log2)
 {
-    uint64_t stripe_nbytes = (uint64_t)plan->tile_nelems * plan->nranks * agc_dtype_nbytes(plan->dtype);
+    uint64_t stripe_nbytes =
+        (uint64_t)plan->tile_nelems * plan->nranks * agc_dtype_nbytes(plan->dtype);
     uint64_t nstripes = ((uint64_t)1 << chunk_log2) / stripe_nbytes;
     return nstripes ? nstripes : 1;
 }
@@ -54,8 +65,8 @@ uint64_t agc_plan_nchunks(const struct agc_lane_plan *plan, uint64_t chunk_nstri
     return agc_div_up(plan->ntiles, chunk_nstripes * plan->nranks);
 }
 
-struct agc_message agc_plan_message(const struct agc_lane_plan *plan, uint64_t chunk_nstripes, uint64_t chunk,
-                                    uint32_t owner)
+struct agc_message agc_plan_message(const struct agc_lane_plan *plan, uint64_t chunk_nstripes,
+                                    uint64_t chunk, uint32_t owner)
 {
     struct agc_message m = {.step = plan->direct ? 1 : plan->nranks};
     uint64_t begin = chunk * chunk_nstripes * plan->nranks;
@@ -73,8 +84,9 @@ struct agc_message agc_plan_message(const struct agc_lane_plan *plan, uint64_t c
 
 uint64_t agc_plan_message_nbytes_max(uint32_t nranks, uint32_t elem_nbytes, uint32_t chunk_log2_max)
 {
-    /* raw is the largest codec. A message holds a chunk's share of one owner, or the whole chunk in the direct form, which beyond two
-     * ranks is only used for lanes below the bound in agc_plan_lane; and never less than one stripe. */
+    /* raw is the largest codec. A message holds a chunk's share of one owner, or the whole chunk in
+     * the direct form, which beyond two ranks is only used for lanes below the bound in
+     * agc_plan_lane; and never less than one stripe. */
     uint64_t chunk_nbytes = (uint64_t)1 << chunk_log2_max;
     uint64_t tile_nbytes = (uint64_t)AGC_TILE_NELEMS_MAX * elem_nbytes;
     uint64_t share_nbytes = nranks <= 2 ? chunk_nbytes : chunk_nbytes / nranks;
@@ -105,15 +117,17 @@ uint64_t agc_plan_wire_nbytes(const struct agc_lane_plan *plan, uint32_t rank, u
 
 uint32_t agc_plan_chunk_log2(uint64_t nbytes, uint64_t codec_ns, uint64_t total_ns)
 {
-    /* With m chunks an exchange takes about max(codec, wire) + (codec + wire) / m + 2 m overhead: filling and draining the pipeline
-     * against the fixed cost of a chunk. The best m is sqrt((codec + wire) / (2 overhead)); the wire's time is taken to be all of the
-     * exchange's, which it is where the wire is what limits. */
+    /* With m chunks an exchange takes about max(codec, wire) + (codec + wire) / m + 2 m overhead:
+     * filling and draining the pipeline against the fixed cost of a chunk. The best m is
+     * sqrt((codec + wire) / (2 overhead)); the wire's time is taken to be all of the exchange's,
+     * which it is where the wire is what limits. */
     uint64_t sum_ns = codec_ns + total_ns, nchunks = 1;
     while (nchunks < 4096 && nchunks * nchunks * 2 * CHUNK_OVERHEAD_NS < sum_ns)
         nchunks++;
     uint64_t chunk_nbytes = nbytes / nchunks;
     uint32_t log2 = AGC_CHUNK_LOG2_AUTO_MIN;
-    while (log2 < AGC_CHUNK_LOG2_AUTO_MAX && ((uint64_t)3 << log2) / 2 < chunk_nbytes) /* to the nearest power of two */
+    while (log2 < AGC_CHUNK_LOG2_AUTO_MAX &&
+           ((uint64_t)3 << log2) / 2 < chunk_nbytes) /* to the nearest power of two */
         log2++;
     return log2;
 }

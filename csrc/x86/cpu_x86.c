@@ -1,4 +1,5 @@
-/* cpu_x86.c: CPUID and XGETBV. A feature counts only if the operating system saves its registers. */
+/* cpu_x86.c: CPUID and XGETBV. A feature counts only if the operating system saves its registers.
+ */
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <stdbool.h>

@@ -1,7 +1,9 @@
-/* kernels_avx2.c: the AVX2 tier (with FMA, F16C and BMI2 present, as on every CPU since Haswell; no fused operation is used). */
+/* kernels_avx2.c: the AVX2 tier (with FMA, F16C and BMI2 present, as on every CPU since Haswell; no
+ * fused operation is used). */
 #if defined(__x86_64__)
 #if defined(__AVX2__)
-#error "compile without -march or -mavx2: newer instructions would leak into functions that every CPU runs"
+#error                                                                                             \
+    "compile without -march or -mavx2: newer instructions would leak into baseline code"
 #endif
 #include <immintrin.h>
 
@@ -70,12 +72,14 @@ TARGET static inline VH vh_from_i32_256(VI v)
 
 TARGET static inline VF vf_fix_nan_256(VF v)
 {
-    return _mm256_blendv_ps(v, VI_AS_VF(VI_SET1(AGC_F32_NAN_BITS)), _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+    return _mm256_blendv_ps(v, VI_AS_VF(VI_SET1(AGC_F32_NAN_BITS)),
+                            _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
 }
 
 TARGET static inline VF vf_select_finite_256(VF d, VF a, VF b)
 {
-    VI magnitude = VI_AND(VF_BITS(d), VI_SET1(0x7fffffffu)); /* below 2^31: a signed comparison does */
+    VI magnitude =
+        VI_AND(VF_BITS(d), VI_SET1(0x7fffffffu)); /* below 2^31: a signed comparison does */
     return _mm256_blendv_ps(b, a, VI_AS_VF(_mm256_cmpgt_epi32(VI_SET1(0x7f800000u), magnitude)));
 }
 

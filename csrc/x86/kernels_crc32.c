@@ -4,7 +4,8 @@
 
 #include "core/kernels.h"
 
-__attribute__((target("sse4.2"))) static uint32_t agc_crc32c_sse42(uint32_t crc, const uint8_t *src, uint64_t nbytes)
+__attribute__((target("sse4.2"))) static uint32_t agc_crc32c_sse42(uint32_t crc, const uint8_t *src,
+                                                                   uint64_t nbytes)
 {
     uint64_t state = ~crc & 0xffffffffu;
     for (; nbytes >= 8; nbytes -= 8, src += 8)

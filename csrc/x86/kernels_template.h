@@ -9,13 +9,16 @@
  *   VI_SET1 VI_IOTA VI_ADD VI_MUL VI_XOR VI_AND VI_SRL VI_MAX_U32 VI_HMAX_U32
  *   I8_STORE(p, vi)         narrows VL integers in -128..127 to bytes
  *   I8_LOAD(p)              widens VL bytes
- *   H_LOAD(p), H_STORE(p, h)  VL 16-bit values as VH; VH_FROM_I32(vi) narrows integers in 0..65535, VI_FROM_VH widens them
+ *   H_LOAD(p), H_STORE(p, h)  VL 16-bit values as VH
+ *   VH_FROM_I32(vi)         narrows integers in 0..65535 to 16 bits
+ *   VI_FROM_VH(h)           widens them
  *   F16_FROM_F32, F32_FROM_F16  by instruction
  *   VF_FIX_NAN(v)           v, with every NaN replaced by the one NaN
  *   VF_SELECT_FINITE(d, a, b)  a where d is finite, else b
  *
- * Whole vectors are done here; what is left over goes through the scalar functions of core, which give the same bits. Every
- * combination included is compared with the scalar tier by tests/c/check_simd.c.
+ * Whole vectors are done here; what is left over goes through the scalar functions of core, which
+ * give the same bits. Every combination included is compared with the scalar tier by
+ * tests/c/check_simd.c.
  */
 #define PASTE2(a, b) a##_##b
 #define PASTE(a, b) PASTE2(a, b)
@@ -32,8 +35,8 @@ TARGET static inline VF FN(dither)(struct agc_rng rng, VI index)
 
 /* One ordinary block. The two flags are constants wherever this is inlined. */
 TARGET static inline __attribute__((always_inline)) void
-FN(int8_block)(const float *x, float *residual, uint32_t n, const struct agc_rng *rng, uint32_t first,
-               struct agc_q8 block, uint8_t *q, bool feedback, bool stochastic)
+FN(int8_block)(const float *x, float *residual, uint32_t n, const struct agc_rng *rng,
+               uint32_t first, struct agc_q8 block, uint8_t *q, bool feedback, bool stochastic)
 {
     VF inverse = VF_SET1(block.inverse), scale = VF_SET1(block.scale);
     VF hi = VF_SET1(127.0f), lo = VF_SET1(-127.0f);
@@ -59,8 +62,10 @@ FN(int8_block)(const float *x, float *residual, uint32_t n, const struct agc_rng
         agc_int8_encode_tail(x, residual, i, n, rng, first, block, q);
 }
 
-TARGET static inline __attribute__((always_inline)) uint32_t FN(absmax_bits)(const float *x, const float *residual,
-                                                                             uint32_t n, bool feedback)
+TARGET static inline __attribute__((always_inline)) uint32_t FN(absmax_bits)(const float *x,
+                                                                             const float *residual,
+                                                                             uint32_t n,
+                                                                             bool feedback)
 {
     VI mask = VI_SET1(0x7fffffffu), max0 = VI_SET1(0), max1 = VI_SET1(0);
     uint32_t i = 0, result;
@@ -82,8 +87,9 @@ TARGET static inline __attribute__((always_inline)) uint32_t FN(absmax_bits)(con
 }
 
 TARGET static inline __attribute__((always_inline)) void
-FN(int8_encode_as)(const float *x, float *residual, uint32_t nelems, uint32_t block_nelems, const struct agc_rng *rng,
-                   uint8_t *scales, uint8_t *q, bool feedback, bool stochastic)
+FN(int8_encode_as)(const float *x, float *residual, uint32_t nelems, uint32_t block_nelems,
+                   const struct agc_rng *rng, uint8_t *scales, uint8_t *q, bool feedback,
+                   bool stochastic)
 {
     for (uint32_t first = 0; first < nelems; first += block_nelems) {
         uint32_t n = agc_min_u32(block_nelems, nelems - first);
@@ -103,8 +109,9 @@ FN(int8_encode_as)(const float *x, float *residual, uint32_t nelems, uint32_t bl
     }
 }
 
-TARGET static void FN(int8_encode)(const float *x, float *residual, uint32_t nelems, uint32_t block_nelems,
-                                   const struct agc_rng *rng, uint8_t *scales, uint8_t *q)
+TARGET static void FN(int8_encode)(const float *x, float *residual, uint32_t nelems,
+                                   uint32_t block_nelems, const struct agc_rng *rng,
+                                   uint8_t *scales, uint8_t *q)
 {
     if (rng && residual)
         FN(int8_encode_as)(x, residual, nelems, block_nelems, rng, scales, q, true, true);
@@ -116,9 +123,9 @@ TARGET static void FN(int8_encode)(const float *x, float *residual, uint32_t nel
         FN(int8_encode_as)(x, residual, nelems, block_nelems, rng, scales, q, false, false);
 }
 
-TARGET static inline __attribute__((always_inline)) void FN(int8_decode_as)(const uint8_t *scales, const uint8_t *q,
-                                                                            uint32_t nelems, uint32_t block_nelems,
-                                                                            float weight, float *out, bool add)
+TARGET static inline __attribute__((always_inline)) void
+FN(int8_decode_as)(const uint8_t *scales, const uint8_t *q, uint32_t nelems, uint32_t block_nelems,
+                   float weight, float *out, bool add)
 {
     for (uint32_t first = 0; first < nelems; first += block_nelems) {
         uint32_t n = agc_min_u32(block_nelems, nelems - first), i = 0;
@@ -140,19 +147,19 @@ TARGET static inline __attribute__((always_inline)) void FN(int8_decode_as)(cons
     }
 }
 
-TARGET static void FN(int8_decode)(const uint8_t *scales, const uint8_t *q, uint32_t nelems, uint32_t block_nelems,
-                                   float weight, float *out)
+TARGET static void FN(int8_decode)(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
+                                   uint32_t block_nelems, float weight, float *out)
 {
     FN(int8_decode_as)(scales, q, nelems, block_nelems, weight, out, false);
 }
 
-TARGET static void FN(int8_decode_add)(const uint8_t *scales, const uint8_t *q, uint32_t nelems, uint32_t block_nelems,
-                                       float weight, float *out)
+TARGET static void FN(int8_decode_add)(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
+                                       uint32_t block_nelems, float weight, float *out)
 {
     FN(int8_decode_as)(scales, q, nelems, block_nelems, weight, out, true);
 }
 
-/* ---- 16-bit formats and raw: encode, decode, decode_add of one conversion pair ------------------------------------------- */
+/* ---- 16-bit formats and raw: encode, decode, decode_add of one conversion pair ---- */
 
 TARGET static inline VH FN(bf16_from_f32)(VF v)
 {
@@ -178,44 +185,48 @@ TARGET static inline VF FN(f32_from_f16)(VH h)
     return VF_FIX_NAN(F32_FROM_F16(h));
 }
 
-#define HALF_TIER(name, from_f32, to_f32)                                                                              \
-    TARGET static void FN(name##_encode)(const float *x, float *residual, uint32_t nelems, uint8_t *dst)               \
-    {                                                                                                                  \
-        uint32_t i = 0;                                                                                                \
-        if (residual) {                                                                                                \
-            for (; i + VL <= nelems; i += VL) {                                                                        \
-                VF owed = VF_LOAD(residual + i), v = VF_ADD(VF_LOAD(x + i), owed);                                     \
-                VH h = from_f32(v);                                                                                    \
-                VF decoded = to_f32(h);                                                                                \
-                H_STORE(dst + 2 * (size_t)i, h);                                                                       \
-                VF_STORE(residual + i, VF_SELECT_FINITE(decoded, VF_SUB(v, decoded), owed));                           \
-            }                                                                                                          \
-        } else {                                                                                                       \
-            for (; i + VL <= nelems; i += VL)                                                                          \
-                H_STORE(dst + 2 * (size_t)i, from_f32(VF_LOAD(x + i)));                                                \
-        }                                                                                                              \
-        if (i < nelems)                                                                                                \
-            agc_##name##_encode_c(x + i, residual ? residual + i : NULL, nelems - i, dst + 2 * (size_t)i);             \
-    }                                                                                                                  \
-    TARGET static void FN(name##_decode)(const uint8_t *src, uint32_t nelems, float weight, float *out)                \
-    {                                                                                                                  \
-        VF w = VF_SET1(weight);                                                                                        \
-        uint32_t i = 0;                                                                                                \
-        for (; i + VL <= nelems; i += VL)                                                                              \
-            VF_STORE(out + i, VF_MUL(to_f32(H_LOAD(src + 2 * (size_t)i)), w));                                         \
-        if (i < nelems)                                                                                                \
-            agc_##name##_decode_c(src + 2 * (size_t)i, nelems - i, weight, out + i);                                   \
-    }                                                                                                                  \
-    TARGET static void FN(name##_decode_add)(const uint8_t *src, uint32_t nelems, float weight, float *out)            \
-    {                                                                                                                  \
-        VF w = VF_SET1(weight);                                                                                        \
-        uint32_t i = 0;                                                                                                \
-        for (; i + VL <= nelems; i += VL) {                                                                            \
-            VF v = VF_MUL(to_f32(H_LOAD(src + 2 * (size_t)i)), w);                                                     \
-            VF_STORE(out + i, VF_FIX_NAN(VF_ADD(VF_LOAD(out + i), v)));                                                \
-        }                                                                                                              \
-        if (i < nelems)                                                                                                \
-            agc_##name##_decode_add_c(src + 2 * (size_t)i, nelems - i, weight, out + i);                               \
+#define HALF_TIER(name, from_f32, to_f32)                                                          \
+    TARGET static void FN(name##_encode)(const float *x, float *residual, uint32_t nelems,         \
+                                         uint8_t *dst)                                             \
+    {                                                                                              \
+        uint32_t i = 0;                                                                            \
+        if (residual) {                                                                            \
+            for (; i + VL <= nelems; i += VL) {                                                    \
+                VF owed = VF_LOAD(residual + i), v = VF_ADD(VF_LOAD(x + i), owed);                 \
+                VH h = from_f32(v);                                                                \
+                VF decoded = to_f32(h);                                                            \
+                H_STORE(dst + 2 * (size_t)i, h);                                                   \
+                VF_STORE(residual + i, VF_SELECT_FINITE(decoded, VF_SUB(v, decoded), owed));       \
+            }                                                                                      \
+        } else {                                                                                   \
+            for (; i + VL <= nelems; i += VL)                                                      \
+                H_STORE(dst + 2 * (size_t)i, from_f32(VF_LOAD(x + i)));                            \
+        }                                                                                          \
+        if (i < nelems)                                                                            \
+            agc_##name##_encode_c(x + i, residual ? residual + i : NULL, nelems - i,               \
+                                  dst + 2 * (size_t)i);                                            \
+    }                                                                                              \
+    TARGET static void FN(name##_decode)(const uint8_t *src, uint32_t nelems, float weight,        \
+                                         float *out)                                               \
+    {                                                                                              \
+        VF w = VF_SET1(weight);                                                                    \
+        uint32_t i = 0;                                                                            \
+        for (; i + VL <= nelems; i += VL)                                                          \
+            VF_STORE(out + i, VF_MUL(to_f32(H_LOAD(src + 2 * (size_t)i)), w));                     \
+        if (i < nelems)                                                                            \
+            agc_##name##_decode_c(src + 2 * (size_t)i, nelems - i, weight, out + i);               \
+    }                                                                                              \
+    TARGET static void FN(name##_decode_add)(const uint8_t *src, uint32_t nelems, float weight,    \
+                                             float *out)                                           \
+    {                                                                                              \
+        VF w = VF_SET1(weight);                                                                    \
+        uint32_t i = 0;                                                                            \
+        for (; i + VL <= nelems; i += VL) {                                                        \
+            VF v = VF_MUL(to_f32(H_LOAD(src + 2 * (size_t)i)), w);                                 \
+            VF_STORE(out + i, VF_FIX_NAN(VF_ADD(VF_LOAD(out + i), v)));                            \
+        }                                                                                          \
+        if (i < nelems)                                                                            \
+            agc_##name##_decode_add_c(src + 2 * (size_t)i, nelems - i, weight, out + i);           \
     }
 
 HALF_TIER(f16, FN(f16_from_f32), FN(f32_from_f16))
@@ -243,17 +254,17 @@ TARGET static void FN(f32_decode_add)(const uint8_t *src, uint32_t nelems, float
         agc_f32_decode_add_c(src + 4 * (size_t)i, nelems - i, weight, out + i);
 }
 
-#define OVERLAY(k)                                                                                                     \
-    do {                                                                                                               \
-        (k)->int8_encode = FN(int8_encode);                                                                            \
-        (k)->int8_decode = FN(int8_decode);                                                                            \
-        (k)->int8_decode_add = FN(int8_decode_add);                                                                    \
-        (k)->f16_encode = FN(f16_encode);                                                                              \
-        (k)->f16_decode = FN(f16_decode);                                                                              \
-        (k)->f16_decode_add = FN(f16_decode_add);                                                                      \
-        (k)->bf16_encode = FN(bf16_encode);                                                                            \
-        (k)->bf16_decode = FN(bf16_decode);                                                                            \
-        (k)->bf16_decode_add = FN(bf16_decode_add);                                                                    \
-        (k)->f32_decode = FN(f32_decode);                                                                              \
-        (k)->f32_decode_add = FN(f32_decode_add);                                                                      \
+#define OVERLAY(k)                                                                                 \
+    do {                                                                                           \
+        (k)->int8_encode = FN(int8_encode);                                                        \
+        (k)->int8_decode = FN(int8_decode);                                                        \
+        (k)->int8_decode_add = FN(int8_decode_add);                                                \
+        (k)->f16_encode = FN(f16_encode);                                                          \
+        (k)->f16_decode = FN(f16_decode);                                                          \
+        (k)->f16_decode_add = FN(f16_decode_add);                                                  \
+        (k)->bf16_encode = FN(bf16_encode);                                                        \
+        (k)->bf16_decode = FN(bf16_decode);                                                        \
+        (k)->bf16_decode_add = FN(bf16_decode_add);                                                \
+        (k)->f32_decode = FN(f32_decode);                                                          \
+        (k)->f32_decode_add = FN(f32_decode_add);                                                  \
     } while (0)
