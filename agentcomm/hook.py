@@ -175,7 +175,7 @@ class Handle:
         self._ddp = weakref.ref(module) if isinstance(module, DistributedDataParallel) else None
         self._members: Members = members_of(group)
         self._round = 0
-        self._mid_round = False
+        self._last_index = -1  # of this round's buckets; -1: it has not begun
         self._nforwards = 0
         self._epoch = 0  # counts changes of codec
         self._layouts: dict[int, tuple[Any, ...]] = {}
@@ -283,10 +283,10 @@ class Handle:
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start averaging a bucket over the group; the future holds the bucket's buffer."""
         index, last, tensor = bucket.index(), bucket.is_last(), bucket.buffer()
-        if index == 0 and self._mid_round:
-            self._round += 1  # the last backward pass broke off
+        if index <= self._last_index:
+            self._round += 1  # the last backward pass broke off, or DDP left out its last bucket
         round_ = self._round
-        self._mid_round = not last
+        self._last_index = -1 if last else index
         self._round += last
         nforwards = min(self._nforwards, 255)
         if last:

@@ -2,8 +2,7 @@
  * fused operation is used). */
 #if defined(__x86_64__)
 #if defined(__AVX2__)
-#error                                                                                             \
-    "compile without -march or -mavx2: newer instructions would leak into baseline code"
+#error "compile without -march or -mavx2: newer instructions would leak into baseline code"
 #endif
 #include <immintrin.h>
 

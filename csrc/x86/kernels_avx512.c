@@ -1,8 +1,7 @@
 /* kernels_avx512.c: the AVX-512 tier (F, BW, DQ, VL). */
 #if defined(__x86_64__)
 #if defined(__AVX512F__)
-#error                                                                                             \
-    "compile without -march or -mavx512f: newer instructions would leak into baseline code"
+#error "compile without -march or -mavx512f: newer instructions would leak into baseline code"
 #endif
 #include <immintrin.h>
 
