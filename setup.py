@@ -110,7 +110,7 @@ def extensions(torch) -> list[Extension]:
     core = Extension(
         "agentcomm._core",
         [path for path in csrc if path.startswith(folders) and path.endswith(".c")]
-        + ["csrc/python/core_module.c"],
+        + ["csrc/python/core_module.c", "csrc/python/engine_type.c"],
         define_macros=[("Py_LIMITED_API", "0x030B0000")] if stable_abi else [],
         py_limited_api=stable_abi,
         **common,

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from agentcomm import _core, errors
-from agentcomm._rendezvous import Failure, Meeting, Members, Notices
+from agentcomm._rendezvous import Failure, Meeting, Notices
 from agentcomm._tensors import capsule
 from agentcomm.errors import SpecError, StateError
 from agentcomm.specs import SpecTuple
@@ -143,8 +143,8 @@ class Exchange:
             PeerError: a rank did not come in time.
             MismatchError: settings differ between ranks.
         """
-        members = meeting.members
-        self.members: Members = members
+        # Not the group: all_reduce keeps exchanges by group, for as long as the script keeps that.
+        self._global_ranks = meeting.members.global_ranks
         self._notices = Notices(meeting)
         mine = config | {"local": {"chunk_log2": chunk_log2}}
         meeting.publish(mine)
@@ -160,7 +160,7 @@ class Exchange:
             elem_nbytes_max=elem_nbytes_max,
             timeout_s=meeting.timeout_s,
             late_s=min(LATE_S, meeting.timeout_s / 4),
-            rank_names=members.global_ranks,
+            rank_names=self._global_ranks,
             on_done=_on_done,
             on_late=_on_late,
         )
@@ -172,6 +172,8 @@ class Exchange:
         self.residual_norm: Callable[[], float] = self._engine.residual_norm
         self.clear_residuals: Callable[[], None] = self._engine.clear_residuals
         _live.add(self)
+        # Closed, not just dropped: the last reference may go on one of the engine's own threads.
+        weakref.finalize(self, self._engine.close)
 
     def define_bucket(
         self,

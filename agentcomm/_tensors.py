@@ -12,7 +12,15 @@ _SUPPORTED = "float32, float16, bfloat16, float64, complex64 and complex128 are 
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a complex tensor as the real one that shares its memory, any other as it is."""
+    """Return a complex tensor as the real one that shares its memory, any other as it is.
+
+    Raises:
+        SpecError: the tensor is a lazy conjugate, whose memory does not hold its values.
+    """
+    if tensor.is_conj():
+        raise SpecError(
+            "the tensor is a lazy conjugate (torch.Tensor.is_conj); pass tensor.resolve_conj()"
+        )
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -48,5 +56,13 @@ def check_device(tensor: torch.Tensor, what: str) -> None:
 
 
 def capsule(tensor: torch.Tensor) -> object:
-    """Return a DLPack capsule of a real tensor; it keeps the memory alive."""
+    """Return a DLPack capsule of a real tensor; it keeps the memory alive.
+
+    Raises:
+        SpecError: the tensor is a lazy view whose memory does not hold its values.
+    """
+    if tensor.is_neg():
+        raise SpecError(
+            "the tensor is a lazily negated view (torch.Tensor.is_neg); pass tensor.resolve_neg()"
+        )
     return _to_dlpack(tensor.detach())

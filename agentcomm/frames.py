@@ -31,6 +31,8 @@ def codecs() -> list[dict[str, Any]]:
 
 
 def _check_dense(tensor: torch.Tensor, what: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise SpecError(f"{what} is a {type(tensor).__name__}; it must be a torch.Tensor")
     check_device(tensor, what)
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         raise SpecError(
@@ -84,7 +86,7 @@ def encode(
     codec = parse(spec)
     if nthreads < 1:
         raise SpecError(f"nthreads={nthreads} is out of range; it must be at least 1")
-    if not 0 <= seed < 1 << 32:
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 32:
         raise SpecError(f"seed={seed} is out of range; it must be in 0..2^32-1")
     _check_dense(tensor, "tensor")
     real = as_real(tensor)

@@ -298,8 +298,9 @@ class Handle:
             self._sparse_nbytes += tensor._nnz() * tensor.element_size()
             return _dense_allreduce(self._members.group, tensor)
         params = bucket.parameters()
-        key = (self._epoch, round_ < self._options.warmup_nrounds, *map(id, params))
         real = as_real(tensor)
+        warm = round_ < self._options.warmup_nrounds
+        key = (self._epoch, warm, real.dtype, real.numel(), *map(id, params))
         if self._layouts.get(index) != key:
             self._define(index, key, params, tensor, real)
         self._complete |= last
@@ -329,7 +330,8 @@ class Handle:
         if real.stride() != strides:
             dense = torch.empty_strided(real.shape, strides, dtype=real.dtype).copy_(real)
         flat = dense.as_strided((dense.numel(),), (1,))
-        key = (self._epoch, self._round < self._options.warmup_nrounds, id(param))
+        warm = self._round < self._options.warmup_nrounds
+        key = (self._epoch, warm, flat.dtype, flat.numel(), id(param))
         if self._layouts.get(index) != key:
             self._define(index, key, [param], flat, flat)
         self._exchange.submit(index, self._round, 0, False, flat, None).wait()
@@ -533,9 +535,9 @@ def _make_handle(
     """Make a handle; if this rank cannot, tell the others, who are waiting for it."""
     try:
         return Handle(options, module, group)
-    except AgentCommError as error:
-        if isinstance(error, SpecError | StateError):
-            _tell_failure(group, error)
+    except (SpecError, StateError, TypeError, ValueError, AttributeError) as error:
+        # These come before the meeting; what comes in it, the others learn there.
+        _tell_failure(group, error)
         raise
 
 
@@ -617,7 +619,7 @@ def attach(
             spec=spec,
             chunk_nbytes=chunk_nbytes,
             feedback=feedback,
-            rules=dict(rules or {}),
+            rules=_checked_rules(rules),
             min_compress_nelems=min_compress_nelems,
             warmup_nrounds=warmup_nrounds,
             rounding=rounding,
@@ -626,7 +628,7 @@ def attach(
             name=name,
         )
         _check_attachable(ddp, group)
-    except AgentCommError as error:
+    except Exception as error:  # whatever it is, the others must not wait for this rank
         _tell_failure(ddp_group, error)
         raise
     handle = _make_handle(options, ddp, ddp_group)
@@ -642,10 +644,26 @@ def attach(
     return handle
 
 
+def _checked_rules(rules: object) -> dict[str, str | Codec]:
+    """Return the rules as a dict.
+
+    Raises:
+        SpecError: they are no mapping of patterns to specs.
+    """
+    if rules is None:
+        return {}
+    if not isinstance(rules, Mapping) or not all(isinstance(pattern, str) for pattern in rules):
+        raise SpecError(
+            f"rules={rules!r} is no mapping of name patterns to specs; write for example"
+            ' rules={"*.bias": "raw"}'
+        )
+    return dict(rules)
+
+
 def _check_attachable(ddp: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
     if group is not None and group is not ddp.process_group:
         raise StateError(
-            f"group= has ranks {_ranks(group)}, but the DDP was built on ranks"
+            f"group= has ranks {_ranks(group)}, but the DDP was built on another group, with ranks"
             f" {_ranks(ddp.process_group)};"
             " leave group= out, or pass process_group= to DistributedDataParallel"
         )

@@ -155,7 +155,7 @@ def parse(spec: str | Codec) -> Codec:
         >>> str(parse("int8[rounding=nearest]"))
         'int8'
     """
-    if isinstance(spec, Codec):
+    if isinstance(spec, Codec) and spec.name:
         return spec
     if not isinstance(spec, str):
         raise SpecError(

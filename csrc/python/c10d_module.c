@@ -17,8 +17,10 @@ static void transport_capsule_free(PyObject *capsule)
     if (PyCapsule_IsValid(capsule, TRANSPORT_CAPSULE)) {
         struct agc_transport *t =
             (struct agc_transport *)PyCapsule_GetPointer(capsule, TRANSPORT_CAPSULE);
-        Py_BEGIN_ALLOW_THREADS t->destroy(t->ctx);
-        Py_END_ALLOW_THREADS free(t);
+        Py_BEGIN_ALLOW_THREADS
+        t->destroy(t->ctx);
+        Py_END_ALLOW_THREADS
+        free(t);
     }
 }
 
@@ -33,9 +35,10 @@ static PyObject *c10d_open(PyObject *module, PyObject *args)
     if (!t)
         return PyErr_NoMemory();
     enum agc_status status;
-    Py_BEGIN_ALLOW_THREADS status = agc_c10d_open(group_name, t, text, sizeof text);
-    Py_END_ALLOW_THREADS if (status != AGC_OK)
-    {
+    Py_BEGIN_ALLOW_THREADS
+    status = agc_c10d_open(group_name, t, text, sizeof text);
+    Py_END_ALLOW_THREADS
+    if (status != AGC_OK) {
         free(t);
         PyErr_Format(PyExc_RuntimeError, "cannot use process group %s: %s", group_name, text);
         return NULL;

@@ -1146,6 +1146,32 @@ void agc_engine_destroy(struct agc_engine *e)
     engine_free(e);
 }
 
+bool agc_engine_is_own_thread(struct agc_engine *e)
+{
+    pthread_t me = pthread_self();
+    pthread_mutex_lock(&e->mutex);
+    bool own =
+        e->started && (pthread_equal(me, e->progress_thread) || pthread_equal(me, e->watch_thread));
+    pthread_mutex_unlock(&e->mutex);
+    return own;
+}
+
+enum agc_status agc_engine_check_data(struct agc_engine *e, uint32_t index, uint32_t dtype,
+                                      uint64_t nelems)
+{
+    enum agc_status status = AGC_OK;
+    pthread_mutex_lock(&e->mutex);
+    const struct bucket *b = index < e->buckets_cap ? e->buckets[index] : NULL;
+    if (!b)
+        status = AGC_ERR_STATE;
+    else if (b->dtype != dtype)
+        status = AGC_ERR_DTYPE;
+    else if (b->nelems != nelems)
+        status = AGC_ERR_NELEMS;
+    pthread_mutex_unlock(&e->mutex);
+    return status;
+}
+
 /* With e->mutex held. */
 static void wait_idle(struct agc_engine *e)
 {
@@ -1279,8 +1305,12 @@ enum agc_status agc_engine_submit(struct agc_engine *e, uint32_t index, uint32_t
         status = AGC_ERR_STATE;
     else if (!e->failed)
         status = start_threads(e);
-    while (status == AGC_OK && !e->failed && e->queue_tail - e->queue_head == QUEUE_CAP)
-        pthread_cond_wait(&e->idle, &e->mutex);
+    while (status == AGC_OK && !e->failed && e->queue_tail - e->queue_head == QUEUE_CAP) {
+        if (pthread_equal(pthread_self(), e->progress_thread))
+            status = AGC_ERR_STATE; /* nobody else could make room */
+        else
+            pthread_cond_wait(&e->idle, &e->mutex);
+    }
     if (status == AGC_OK && e->failed) {
         struct agc_failure failure = e->failure;
         pthread_mutex_unlock(&e->mutex);

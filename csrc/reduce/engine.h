@@ -101,6 +101,15 @@ AGC_NODISCARD enum agc_status agc_engine_submit(struct agc_engine *engine, uint3
                                                 uint32_t round, uint32_t nforwards, bool absent,
                                                 void *data, void *token);
 
+/* Whether memory of this type and size is what bucket `index` was defined for: AGC_ERR_STATE for an
+ * index that was not defined, AGC_ERR_DTYPE, AGC_ERR_NELEMS. */
+AGC_NODISCARD enum agc_status agc_engine_check_data(struct agc_engine *engine, uint32_t index,
+                                                    uint32_t dtype, uint64_t nelems);
+
+/* True inside of this engine's callbacks. There, functions that wait until nothing is under way
+ * would wait for themselves, and agc_engine_stop and agc_engine_destroy must not be called. */
+bool agc_engine_is_own_thread(struct agc_engine *engine);
+
 /* Totals, and one bucket's part of them (false: not defined). Neither waits. agc_engine_stats
  * leaves residual_norm at 0. */
 void agc_engine_stats(struct agc_engine *engine, struct agc_engine_stats *stats_ret);
