@@ -5,9 +5,9 @@
  * the bytes around it, which must stay as they were. Inputs and outputs lie flush against unmapped
  * pages, in front or behind, so that a read or write beyond them crashes.
  *
- *   check_simd                 every length x block size x class of values x variant: what `make
- * test` runs check_simd --cases N       N random cases instead check_simd --bench         GB/s of
- * dense data and multiples of the time of memcpy
+ *   check_simd               every length x block size x class of values x variant
+ *   check_simd --cases N     N random cases instead
+ *   check_simd --bench       GB/s of dense data and multiples of the time of memcpy
  */
 #define _POSIX_C_SOURCE 200809L
 #include <stdio.h>
@@ -684,7 +684,7 @@ int main(int argc, char **argv)
         else if (strcmp(argv[i], "--bench") == 0)
             benchmark = true;
     }
-    test_start(seed, benchmark || ncases_wanted ? 0 : 120);
+    test_start(seed, benchmark || ncases_wanted ? 0 : 300);
     tiers_init();
     size_t nbytes = 4 * (size_t)NELEMS_MAX + 4096;
     in_x = guarded_create(nbytes);

@@ -154,7 +154,7 @@ int test_main(int argc, char **argv, const struct test *tests, size_t ntests)
             argv[nnames++] = argv[i];
         }
     }
-    test_start(seed, 120);
+    test_start(seed, 300);
     for (size_t i = 0; i < ntests; i++) {
         bool wanted = nnames == 0;
         for (int j = 0; j < nnames; j++)

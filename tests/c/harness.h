@@ -5,11 +5,11 @@
  * CHECKs belong on the main thread: rank threads report through variables. A crash counts as a
  * failure of the test in which it happens.
  *
- *   program [--seed N] [--list] [NAME...]      runs all tests, or those whose name contains one of
- * NAMEs AGC_TEST_SEED=N program                    the same numbers again AGC_TEST_TIMEOUT=S
- * program                 seconds until the watchdog ends the program (default 120)
- *   AGC_TEST_CPU_MASK=0 program                without the CPU's newer instructions (a mask of
- * AGC_CPU_...)
+ *   program [NAME...]            all tests, or those whose name contains one of NAMEs
+ *   program --list               their names
+ *   program --seed N             the same random numbers again, as does AGC_TEST_SEED=N
+ *   AGC_TEST_TIMEOUT=S           seconds until the watchdog ends the program (default 300)
+ *   AGC_TEST_CPU_MASK=0          without newer instructions (a mask of AGC_CPU_...)
  *
  * The last line is "agentcomm-c: N passed, N failed".
  */

@@ -2,10 +2,12 @@
  * exceeded, everything closed.
  *
  * The simulation knows who waits for whom, as pipeline.h tells it:
- *   OPEN c    waits until every peer has opened chunk c - window: only then has the slot's last
- * send left REDUCE c  waits until every peer has opened chunk c CLOSE c   waits until every peer
- * has reduced chunk c A rank does one action at a time and may not put it off: what it asks for
- * next it must be able to do sooner or later.
+ *   OPEN c      waits until every peer has opened chunk c - window, and taken what it was sent
+ *   REDUCE c    waits until every peer has opened chunk c
+ *   CLOSE c     waits until every peer has reduced chunk c
+ *
+ * A rank does one action at a time and may not put it off: what it asks for next it must be able
+ * to do sooner or later.
  */
 #include <stdio.h>
 #include <string.h>

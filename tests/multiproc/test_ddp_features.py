@@ -108,7 +108,7 @@ def branch_on_even_steps(rank, nranks, codec, options):
         used = step % 2 == 0
         before = weight.detach().clone()
         owed = handle.residual(weight) if handle and step else None
-        ddp(batch(rank, step, width), "ab" if used else "a").square().sum().backward()
+        ddp(batch(rank, step, width), "ab" if used else "a").square().mean().backward()
         if recorder:
             recorder.end_round()
         assert (weight.grad is not None) == used

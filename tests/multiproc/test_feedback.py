@@ -149,7 +149,7 @@ def check_conservation(results):
     # owner's step costs no more than that of a further rank.
     bound = (8 + nranks) * EPS * 2 * largest * nsteps * (nranks + 1)
     for name in all_grads[0]:
-        gone_in = sum(grads[name].double() for grads in all_grads)
+        gone_in = sum(grads[name].double() for grads in all_grads if name in grads)
         means = [means[name] for _, means in results[0][0] if means[name] is not None]
         come_out = sum(mean.double() for mean in means)
         owed = sum(residuals[name].double() for _, residuals in results)

@@ -6,8 +6,12 @@
  * stays finite where it was; and the frame of what was decoded decodes to the same, for codecs that
  * say that they are lossless.
  *
- *   byte 0: codec   1: block size   2: rounding, checksum, residual, odd address   3: dtype   4..7:
- * seed   8..: numbers
+ *   byte 0: codec
+ *        1: block size
+ *        2: rounding, checksum, residual, odd address
+ *        3: data type
+ *        4: seed, four bytes
+ *        8: numbers
  */
 #include <assert.h>
 #include <stdlib.h>
