@@ -72,11 +72,9 @@ enum {
 enum {
     AGC_FRAME_CHECKSUM = 1 << 0,   /* CRC32C of the payload follows it */
     AGC_FRAME_STOCHASTIC = 1 << 1, /* agc_spec.rounding */
-    AGC_FRAME_RESULT = 1 << 2,     /* holds a mean from a tile's owner, not a contribution */
-    AGC_FRAME_ABORT = 1
-        << 3, /* the sender gave up: no payload; AGC_WIRE_AT_FIRST_TILE holds the rank it blames */
-    AGC_FRAME_ABSENT = 1
-        << 4, /* the sender has no gradient of its own this round: the mean is over the others */
+    AGC_FRAME_RESULT = 1 << 2,     /* a mean from a tile's owner, not a contribution */
+    AGC_FRAME_ABORT = 1 << 3,      /* the sender gave up; no payload; FIRST_TILE: whom it blames */
+    AGC_FRAME_ABSENT = 1 << 4,     /* no gradient from here: the mean is over the others */
     AGC_FRAME_KNOWN_FLAGS = (1 << 5) - 1,
 };
 

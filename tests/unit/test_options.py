@@ -208,7 +208,7 @@ def test_group_of_another_ddp(ddp):
     other = dist.new_group([0])
     with pytest.raises(
         agentcomm.StateError,
-        match=re.escape("group= has ranks [0], but the DDP was built on ranks"),
+        match=re.escape("group= has ranks [0], but the DDP was built on another group, with ranks"),
     ):
         agentcomm.attach(ddp, group=other)
     dist.destroy_process_group(other)
