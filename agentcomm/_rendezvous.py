@@ -100,18 +100,14 @@ class Meeting:
         self.members = members
         self.timeout_s = timeout_s
         with _store_in_use():
-            # First over the connection that is there: a new one to a dead host is tried for long.
             attempt = members.store.add(f"agentcomm/attempts/{members.rank}", 1)
-            # A wait occupies its connection to the store: with a connection of its own it does not
-            # keep other threads, which may meet too, from theirs.
-            self._store = members.store.clone()  # type: ignore[attr-defined]
         self.name = f"agentcomm/{members.group.group_name}/{attempt}"
         self._prefix = f"agentcomm/{attempt}"
 
     def publish(self, config: dict[str, Any]) -> None:
         """Tell the others this rank's settings, or ``{"error": text}`` if it cannot take part."""
         with _store_in_use():
-            self._store.set(f"{self._prefix}/config/{self.members.rank}", json.dumps(config))
+            self.members.store.set(f"{self._prefix}/config/{self.members.rank}", json.dumps(config))
 
     def compare(self, config: dict[str, Any]) -> list[dict[str, Any]]:
         """Wait for everybody's settings and compare them with this rank's.
@@ -142,33 +138,37 @@ class Meeting:
         return configs
 
     def _read(self, rank: int, deadline: float) -> dict[str, Any]:
-        key = f"{self._prefix}/config/{rank}"
-        left_s = max(deadline - time.monotonic(), 0.001)
-        try:
-            with _store_in_use():
-                self._store.wait([key], timedelta(seconds=left_s))
-                loaded: dict[str, Any] = json.loads(self._store.get(key))
-        except dist.DistStoreError as error:
-            missing = PeerError(
-                f"rank {self.members.global_ranks[rank]} did not register agentcomm within"
-                f" {self.timeout_s:.1f} s (timeout_s): it is gone, or its script does not call"
-                " attach() or register the hook, which every rank of the group must do"
-                f" ({str(error).splitlines()[0][:200]})"
-            )
-            missing.rank = self.members.global_ranks[rank]
-            raise missing from None
+        key, pause_s = f"{self._prefix}/config/{rank}", 0.001
+        with _store_in_use():
+            # Not Store.wait, which keeps other threads from the store for as long as it lasts.
+            while not self.members.store.check([key]):
+                if time.monotonic() >= deadline:
+                    raise self._missing(rank)
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, 0.05)
+            loaded: dict[str, Any] = json.loads(self.members.store.get(key))
         return loaded
+
+    def _missing(self, rank: int) -> PeerError:
+        name = self.members.global_ranks[rank]
+        error = PeerError(
+            f"rank {name} did not register agentcomm within {self.timeout_s:.1f} s (timeout_s): it"
+            " is gone, or its script does not call attach() or register the hook, which every rank"
+            " of the group must do"
+        )
+        error.rank = name
+        return error
 
     def notice_board(self) -> tuple[Store, str]:
         """Return the store and the prefix of the keys of ``Notices``."""
-        return self._store, f"{self._prefix}/notices"
+        return self.members.store, f"{self._prefix}/notices"
 
     def connect(self) -> object:
         """Connect the members; returns the transport, a capsule for ``_core.Engine``."""
         from agentcomm._extension import c10d
 
         members, timeout = self.members, timedelta(seconds=self.timeout_s)
-        store = PrefixStore(f"{self._prefix}/gloo", self._store)
+        store = PrefixStore(f"{self._prefix}/gloo", members.store)
         try:
             backend = dist.ProcessGroupGloo(store, members.rank, members.nranks, timeout=timeout)
         except RuntimeError as error:
@@ -204,6 +204,8 @@ class Notices:
 
     def settle(self, failure: Failure) -> Failure:
         """Post this rank's failure; return it, or that of a peer which has left because of it."""
+        if failure[1] == "AGC_ERR_CLOSED":
+            return failure
         if self._settled is None:
             self._settled = failure
             # A store that does not answer must not hold up the failure.

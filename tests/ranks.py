@@ -26,8 +26,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+CALL_TIMEOUT_S = 90.0
 GROUP_TIMEOUT_S = 30.0
-EXIT_TIMEOUT_S = 15.0  # an interpreter that has nothing to wait for ends within a second or two
+EXIT_TIMEOUT_S = 20.0  # an interpreter that has nothing to wait for ends within a second or two
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -43,7 +44,7 @@ class Outcome:
     exitcode: int | None = None  # of a process that was started for this one function
 
 
-def run_ranks(nranks, fn, *args, timeout_s=60.0):
+def run_ranks(nranks, fn, *args, timeout_s=CALL_TIMEOUT_S):
     """Call ``fn(rank, nranks, *args)`` on every rank; return the list of what they returned."""
     outcomes = _pool(nranks).call(nranks, fn, args, timeout_s)
     if any(outcome.error for outcome in outcomes):
@@ -52,12 +53,12 @@ def run_ranks(nranks, fn, *args, timeout_s=60.0):
     return [outcome.value for outcome in outcomes]
 
 
-def run_ranks_raising(nranks, fn, *args, timeout_s=60.0):
+def run_ranks_raising(nranks, fn, *args, timeout_s=CALL_TIMEOUT_S):
     """Call a function that may raise; return an ``Outcome`` per rank."""
     return _pool(nranks).call(nranks, fn, args, timeout_s)
 
 
-def run_ranks_dying(nranks, fn, *args, timeout_s=60.0):
+def run_ranks_dying(nranks, fn, *args, timeout_s=CALL_TIMEOUT_S):
     """Call a function that may end its process, in processes that serve for this alone.
 
     Fails if a process is still there ``EXIT_TIMEOUT_S`` after its function has ended.
@@ -107,6 +108,13 @@ class _Pool:
             self.workers.append(_Worker(len(self.workers), self.one_call))
 
     def call(self, nranks, fn, args, timeout_s):
+        try:
+            return self._call(nranks, fn, args, timeout_s)
+        except BaseException:
+            self.kill()  # whatever they are doing, they could not serve the next call
+            raise
+
+    def _call(self, nranks, fn, args, timeout_s):
         self.ncalls += 1
         workers = self.workers[:nranks]
         for worker in workers:
@@ -122,7 +130,6 @@ class _Pool:
                 late = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
                 for rank in late:
                     outcomes[rank] = Outcome(error="(no answer)")
-                self.kill()
                 raise AssertionError(
                     f"ranks {late} did not end within {timeout_s} s; their stacks are on stderr\n"
                     + _describe(outcomes)

@@ -768,11 +768,11 @@ def test_hook_needs_a_hook_state():
 def threads_of_models(rank, nranks):
     """Two models trained by two threads of a process, each with its own group."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
+    ddps = [wrap(mlp(64, 300, 64), "int8", {"process_group": group})[0] for group in groups]
     digests = [None, None]
 
     def work(i):
-        ddp, _ = wrap(mlp(64, 300, 64), "int8", {"process_group": groups[i]})
-        digests[i] = train(ddp, rank, 5, width=64)
+        digests[i] = train(ddps[i], rank, 5, width=64)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
     for thread in threads:

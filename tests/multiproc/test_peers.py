@@ -65,9 +65,7 @@ def dying(rank, nranks, when, codec):
     ],
 )
 def test_pc_042_dead_rank_is_named_by_all(when):
-    began = time.monotonic()
     outcomes = run_ranks_dying(3, dying, when, "raw")
-    assert time.monotonic() - began < 40  # of which the start of the processes takes most
     assert [outcome.error for outcome in outcomes] == ["PeerError", "PeerError", "(process ended)"]
     for outcome in outcomes[:2]:
         assert outcome.attributes["rank"] == 2
@@ -353,6 +351,7 @@ def test_pc_044_hook_on_one_rank_only(how):
     outcomes = run_ranks_raising(2, hook_on_one_rank, how)
     assert outcomes[0].error == "PeerError"
     assert "rank 1 did not register agentcomm within 2.0 s" in outcomes[0].text
+    assert outcomes[0].attributes["rank"] == 1
     assert outcomes[1].error == "RuntimeError"  # gloo's, as rank 0 has left
 
 
@@ -405,7 +404,7 @@ def among_threads(rank, nranks, codec):
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_pc_048_busy_threads(codec):
-    assert all_equal(run_ranks(2, among_threads, codec, timeout_s=100))
+    assert all_equal(run_ranks(2, among_threads, codec))
 
 
 def closed_under_way(rank, nranks):
