@@ -1,6 +1,5 @@
 """One engine of the core, from Python: what DDP hooks and ``all_reduce`` share."""
 
-import atexit
 import hashlib
 import logging
 import weakref
@@ -12,7 +11,7 @@ import torch
 from agentcomm import _core, errors
 from agentcomm._rendezvous import Failure, Meeting, Notices
 from agentcomm._tensors import capsule
-from agentcomm.errors import SpecError, StateError
+from agentcomm.errors import SpecError
 from agentcomm.specs import SpecTuple
 
 logger = logging.getLogger("agentcomm")
@@ -20,15 +19,6 @@ logger = logging.getLogger("agentcomm")
 LATE_S = 10.0
 
 Lane = tuple[SpecTuple, bool]
-
-_live: "weakref.WeakSet[Exchange]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    # The engines' threads call into Python, so they must end before the interpreter does.
-    for exchange in list(_live):
-        exchange.close()
 
 
 class _Failed:
@@ -164,15 +154,14 @@ class Exchange:
             on_done=_on_done,
             on_late=_on_late,
         )
-        self.closed = False
         self.add_param: Callable[[int], int] = self._engine.add_param
         self.reset_buckets: Callable[[], None] = self._engine.reset_buckets
         self.stats: Callable[[], dict[str, Any]] = self._engine.stats
         self.bucket_stats: Callable[[int], dict[str, Any] | None] = self._engine.bucket_stats
         self.residual_norm: Callable[[], float] = self._engine.residual_norm
         self.clear_residuals: Callable[[], None] = self._engine.clear_residuals
-        _live.add(self)
         # Closed, not just dropped: the last reference may go on one of the engine's own threads.
+        # And closed at exit: these threads call into Python, so they must end before it does.
         weakref.finalize(self, self._engine.close)
 
     def define_bucket(
@@ -216,10 +205,4 @@ class Exchange:
 
     def close(self) -> None:
         """End the threads and the connections; idempotent."""
-        self.closed = True
         self._engine.close()
-
-    def check_open(self) -> None:
-        """Raise StateError if it is closed."""
-        if self.closed:
-            raise StateError("the handle is closed; call agentcomm.attach again")

@@ -590,7 +590,7 @@ def attach(
         seed: of stochastic rounding.
         timeout_s: seconds until a silent rank is an error; None: the group's timeout.
         group: must be the DDP's group if given.
-        name: tells handles apart in error messages.
+        name: goes into what identifies the handle's frames; the same on every rank.
 
     Returns:
         The handle. The DDP keeps it; it does not keep the DDP.

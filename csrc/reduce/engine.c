@@ -15,14 +15,12 @@
 #include "reduce/engine.h"
 
 #include <pthread.h>
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <time.h>
 
 #include "core/common.h"
-#include "core/elements.h"
 #include "core/header.h"
 #include "reduce/pipeline.h"
 
@@ -44,7 +42,6 @@ struct request {
 };
 
 struct bucket {
-    bool defined;
     bool sum;
     uint32_t index;
     uint32_t dtype;
@@ -198,6 +195,17 @@ static void engine_release(struct agc_engine *e, void *p)
 {
     if (p)
         e->config.alloc.release(e->config.alloc.ctx, p);
+}
+
+/* NULL: nothing to do. */
+static void bucket_destroy(struct agc_engine *e, struct bucket *b)
+{
+    if (!b)
+        return;
+    for (uint32_t i = 0; i < b->nlanes; i++)
+        agc_lane_destroy(&b->lanes[i], &e->config.alloc);
+    engine_release(e, b->lanes);
+    engine_release(e, b);
 }
 
 static uint32_t rank_name(const struct agc_engine *e, uint32_t rank)
@@ -529,20 +537,24 @@ static enum agc_status post_recv(struct agc_engine *e, struct slot *s, uint32_t 
     return AGC_OK;
 }
 
-static void count_encode(struct agc_engine *e, struct job *job, uint64_t since_ns)
+/* Adds the time since since_ns to one of the codec's two counters: the bucket's and the total. */
+static void count_codec(struct agc_engine *e, uint64_t *bucket_ns, uint64_t *total_ns,
+                        uint64_t since_ns)
 {
     uint64_t ns = now_ns() - since_ns;
-    job->bucket->stats.encode_ns += ns;
-    e->stats.encode_ns += ns;
+    *bucket_ns += ns;
+    *total_ns += ns;
     e->tune_codec_ns += ns;
+}
+
+static void count_encode(struct agc_engine *e, struct job *job, uint64_t since_ns)
+{
+    count_codec(e, &job->bucket->stats.encode_ns, &e->stats.encode_ns, since_ns);
 }
 
 static void count_decode(struct agc_engine *e, struct job *job, uint64_t since_ns)
 {
-    uint64_t ns = now_ns() - since_ns;
-    job->bucket->stats.decode_ns += ns;
-    e->stats.decode_ns += ns;
-    e->tune_codec_ns += ns;
+    count_codec(e, &job->bucket->stats.decode_ns, &e->stats.decode_ns, since_ns);
 }
 
 /* ---- the three steps ---- */
@@ -982,14 +994,15 @@ static enum agc_status engine_init(struct agc_engine *e, const uint64_t *params_
         e->chunk_log2_max = e->config.chunk_log2 ? e->config.chunk_log2 : AGC_CHUNK_LOG2_AUTO_MAX;
         e->message_nbytes_max =
             agc_plan_message_nbytes_max(n, e->config.elem_nbytes_max, e->chunk_log2_max);
-        e->staging = (uint8_t *)engine_alloc(e, lay_out_staging(e, NULL));
+        uint64_t staging_nbytes = lay_out_staging(e, NULL);
+        e->staging = (uint8_t *)engine_alloc(e, staging_nbytes);
         if (!e->staging)
             return AGC_ERR_NOMEM;
 #ifdef MADV_NOHUGEPAGE
         /* Most of it is reserve: in huge pages every frame, however short, would take up at least
          * one. */
         if (e->config.alloc.alloc == default_alloc)
-            (void)madvise(e->staging, lay_out_staging(e, NULL), MADV_NOHUGEPAGE);
+            (void)madvise(e->staging, staging_nbytes, MADV_NOHUGEPAGE);
 #endif
         lay_out_staging(e, e->staging);
     }
@@ -1008,14 +1021,8 @@ static void engine_free(struct agc_engine *e)
         engine_release(e, e->slots[i].recv_contribution);
         engine_release(e, e->slots[i].in_contribution);
     }
-    for (uint32_t i = 0; i < e->buckets_cap; i++) {
-        struct bucket *b = e->buckets[i];
-        for (uint32_t j = 0; b && j < b->nlanes; j++)
-            agc_lane_destroy(&b->lanes[j], &e->config.alloc);
-        if (b)
-            engine_release(e, b->lanes);
-        engine_release(e, b);
-    }
+    for (uint32_t i = 0; i < e->buckets_cap; i++)
+        bucket_destroy(e, e->buckets[i]);
     for (uint32_t i = 0; e->params && i < e->nparams; i++)
         engine_release(e, e->params[i].residual);
     engine_release(e, e->buckets);
@@ -1213,7 +1220,7 @@ static enum agc_status bucket_create(struct agc_engine *e, uint32_t index, uint3
     struct bucket *b = (struct bucket *)engine_alloc(e, sizeof *b);
     if (!b)
         return status;
-    *b = (struct bucket){.defined = true, .index = index, .dtype = dtype};
+    *b = (struct bucket){.index = index, .dtype = dtype};
     b->lanes = (struct agc_lane *)engine_alloc(e, sizeof *b->lanes * (nlanes + 1));
     for (uint32_t i = 0; b->lanes && i < nlanes; i++) {
         status = agc_lane_init(&b->lanes[i], &lanes[i], i, dtype, pieces, npieces, e->params,
@@ -1222,15 +1229,11 @@ static enum agc_status bucket_create(struct agc_engine *e, uint32_t index, uint3
             break;
         b->nlanes++;
         b->nelems += b->lanes[i].plan.nelems;
-        status = AGC_OK;
     }
     if (b->lanes && nlanes == 0)
         status = AGC_OK;
     if (status != AGC_OK) {
-        for (uint32_t i = 0; i < b->nlanes; i++)
-            agc_lane_destroy(&b->lanes[i], &e->config.alloc);
-        engine_release(e, b->lanes);
-        engine_release(e, b);
+        bucket_destroy(e, b);
         return status;
     }
     *bucket_ret = b;
@@ -1285,12 +1288,9 @@ void agc_engine_reset_buckets(struct agc_engine *e)
         struct bucket *b = e->buckets[i];
         if (!b)
             continue;
-        for (uint32_t j = 0; j < b->nlanes; j++) {
+        for (uint32_t j = 0; j < b->nlanes; j++)
             agc_lane_fold_owner_residual(&b->lanes[j], e->params, e->rank);
-            agc_lane_destroy(&b->lanes[j], &e->config.alloc);
-        }
-        engine_release(e, b->lanes);
-        engine_release(e, b);
+        bucket_destroy(e, b);
         e->buckets[i] = NULL;
     }
     pthread_mutex_unlock(&e->mutex);

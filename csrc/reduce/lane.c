@@ -195,6 +195,16 @@ const uint8_t *agc_lane_payload(const struct agc_lane *lane, const struct agc_la
     return is_verbatim(lane) && whole ? bucket_at(lane, c, r.bucket_elem) : NULL;
 }
 
+/* Puts the residual of a run into scratch: zeros for a run that is not live or has none (NULL). */
+static void residual_take(float *scratch_residual, const float *residual, uint32_t nelems,
+                          bool live)
+{
+    if (residual && live)
+        memcpy(scratch_residual, residual, nelems * sizeof(float));
+    else
+        memset(scratch_residual, 0, nelems * sizeof(float));
+}
+
 /* Takes back the residual of a run that was encoded through scratch. A run that is not live kept
  * its own, and adds what its zeros cost in blocks that it shares: nothing, where zero stays zero.
  */
@@ -255,11 +265,8 @@ void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, ui
         run_load(lane, c, &r, x);
         if (scratch_residual) {
             const float *residual = c->params[r.piece->param].residual;
-            if (residual && r.piece->live)
-                memcpy(scratch_residual + r.tile_elem, residual + r.piece_elem,
-                       r.nelems * sizeof(float));
-            else
-                memset(scratch_residual + r.tile_elem, 0, r.nelems * sizeof(float));
+            residual_take(scratch_residual + r.tile_elem, residual ? residual + r.piece_elem : NULL,
+                          r.nelems, r.piece->live);
         }
     } while (run_next(&r, tile.nelems));
     agc_tile_encode(lane->codec, &tile, x, scratch_residual, dst);
@@ -307,13 +314,10 @@ void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *
     }
     float *scratch_residual = c->scratch->residual;
     r = first;
-    do {
-        if (run_is_live(c, &r, x))
-            memcpy(scratch_residual + r.tile_elem, residual + r.tile_elem,
-                   r.nelems * sizeof(float));
-        else
-            memset(scratch_residual + r.tile_elem, 0, r.nelems * sizeof(float));
-    } while (run_next(&r, tile.nelems));
+    do
+        residual_take(scratch_residual + r.tile_elem, residual + r.tile_elem, r.nelems,
+                      run_is_live(c, &r, x));
+    while (run_next(&r, tile.nelems));
     agc_tile_encode(lane->codec, &tile, x, scratch_residual, dst);
     r = first;
     do
