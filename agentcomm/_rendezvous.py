@@ -10,6 +10,7 @@ hangs where ranks have different histories.
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -85,6 +86,23 @@ def _store_in_use() -> Iterator[None]:
             "the store of the process group is gone: the process that serves it has ended, which"
             f" is rank 0's or the launcher's ({str(error).splitlines()[0][:200]})"
         ) from None
+
+
+def _gloo_options(timeout: timedelta) -> Any:
+    """Return gloo's usual options, with two connections per pair of ranks.
+
+    Each direction has its own (see tag_of in transport.cpp). Both share one event loop.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    devices = [gloo.create_device(interface=name) for name in interfaces]
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [
+        device for device in devices or [gloo.create_default_device()] for _ in range(2)
+    ]
+    options._threads = 1  # for collectives, which this group never runs
+    return options
 
 
 class Meeting:
@@ -170,7 +188,9 @@ class Meeting:
         members, timeout = self.members, timedelta(seconds=self.timeout_s)
         store = PrefixStore(f"{self._prefix}/gloo", members.store)
         try:
-            backend = dist.ProcessGroupGloo(store, members.rank, members.nranks, timeout=timeout)
+            backend = dist.ProcessGroupGloo(
+                store, members.rank, members.nranks, _gloo_options(timeout)
+            )
         except RuntimeError as error:
             raise PeerError(
                 f"the ranks of group {members.global_ranks} could not connect within"

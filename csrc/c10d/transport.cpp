@@ -59,6 +59,15 @@ enum agc_status guarded(enum agc_status on_failure, Function &&function)
     return on_failure;
 }
 
+/* gloo guards a connection by one lock, which a sender holds while it writes; a message that
+ * arrives meanwhile makes the event loop spin for the lock. Each direction of a pair therefore uses
+ * a connection of its own: a group that was made with several devices has one per device, and
+ * chooses by the tag, modulo their number. */
+int tag_of(uint32_t channel, int from, int to)
+{
+    return static_cast<int>(channel) * 2 + (from < to ? 1 : 0);
+}
+
 std::vector<at::Tensor> as_bytes(const void *buf, uint64_t nbytes)
 {
     return {at::from_blob(const_cast<void *>(buf), {static_cast<int64_t>(nbytes)}, at::kByte)};
@@ -76,8 +85,9 @@ enum agc_status c10d_send(void *ctx, uint32_t peer, uint32_t channel, const void
 {
     return guarded(AGC_ERR_PEER, [&] {
         auto tensors = as_bytes(buf, nbytes);
-        *request_ret = new Request(
-            group_of(ctx).cpu->send(tensors, static_cast<int>(peer), static_cast<int>(channel)));
+        auto &cpu = *group_of(ctx).cpu;
+        int to = static_cast<int>(peer);
+        *request_ret = new Request(cpu.send(tensors, to, tag_of(channel, cpu.getRank(), to)));
         return AGC_OK;
     });
 }
@@ -87,8 +97,9 @@ enum agc_status c10d_recv(void *ctx, uint32_t peer, uint32_t channel, void *buf,
 {
     return guarded(AGC_ERR_PEER, [&] {
         auto tensors = as_bytes(buf, nbytes);
-        *request_ret = new Request(
-            group_of(ctx).cpu->recv(tensors, static_cast<int>(peer), static_cast<int>(channel)));
+        auto &cpu = *group_of(ctx).cpu;
+        int from = static_cast<int>(peer);
+        *request_ret = new Request(cpu.recv(tensors, from, tag_of(channel, from, cpu.getRank())));
         return AGC_OK;
     });
 }

@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "train_ddp.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
-def run(*args):
+def run(*args, **env):
     """Return {rank: [digests]} of what a script prints."""
     done = subprocess.run(
         [sys.executable, *map(str, args)],
@@ -19,7 +19,7 @@ def run(*args):
         text=True,
         timeout=100,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "terminate called" not in done.stderr
@@ -46,6 +46,11 @@ def test_torchrun(expected):
 def test_pc_052_torchrun_with_one_process():
     ((compressed, plain),) = run(*TORCHRUN, 1, SCRIPT, "both").values()
     assert compressed == plain
+
+
+@pytest.mark.parametrize("interfaces", ["lo", "lo,lo"])
+def test_interfaces_by_environment(expected, interfaces):
+    assert run(*TORCHRUN, 2, SCRIPT, "torchrun", GLOO_SOCKET_IFNAME=interfaces) == expected
 
 
 def test_pc_050_forked_ranks_with_forked_data_loaders(expected, tmp_path):
