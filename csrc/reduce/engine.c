@@ -23,8 +23,9 @@
 #include "core/common.h"
 #include "core/header.h"
 #include "reduce/pipeline.h"
+#include "reduce/tune.h"
 
-#define WINDOW 6
+#define WINDOW 8
 #define LAG 2
 #define QUEUE_CAP 64
 #define HUGE_PAGE_NBYTES ((size_t)2 << 20)
@@ -33,9 +34,14 @@
 /* How much longer than the timeout an indirect wait lasts, at most, so that the rank waited for is
  * the first to blame somebody. */
 #define GRACE_NS 5000000000ull
-/* Rounds whose fastest is what the next chunk size is computed from: one late peer must not shrink
- * the chunks. */
-#define TUNE_NROUNDS 8
+/* Dense bytes in open chunks, at most, if they allow two: bounds the memory that large chunks take.
+ */
+#define IN_FLIGHT_NBYTES ((uint64_t)32 << 20)
+/* Rounds that are not measured: residuals are touched for the first time, DDP rebuilds its buckets.
+ */
+#define WARMUP_NROUNDS 2
+/* Rounds of other kinds in a row, after which the search turns to them. */
+#define TUNE_NOTHERS_MAX 64
 
 struct request {
     void *handle; /* of the transport; NULL: none */
@@ -97,6 +103,15 @@ struct watched {
     bool closing;
 };
 
+/* What a round exchanged, and how long that took. */
+struct round_measure {
+    uint64_t nbytes; /* dense */
+    uint64_t encoded_nbytes;
+    uint64_t lane_nbytes_max;
+    uint64_t codec_ns;
+    uint64_t total_ns; /* with an exchange under way */
+};
+
 struct agc_engine {
     struct agc_engine_config config;
     struct agc_transport transport;
@@ -144,14 +159,11 @@ struct agc_engine {
     uint32_t chunk_log2_next; /* of the next one, as announced */
     uint32_t chunk_log2_max;  /* that the staging has room for */
     bool announced;           /* a frame of this round has told of chunk_log2_next */
-    uint64_t tune_nbytes;     /* these three since the round began */
-    uint64_t tune_codec_ns;
-    uint64_t tune_total_ns;
-    uint64_t tune_done_ns; /* when the last bucket was done */
-    struct {
-        uint64_t nbytes, codec_ns, total_ns;
-    } tune[TUNE_NROUNDS];
-    uint32_t tune_at;
+    struct agc_tune tune;
+    struct round_measure tuned;    /* the kind of round that tune is about; all 0: not yet */
+    uint32_t nothers;              /* rounds of other kinds since the last of that kind */
+    struct round_measure measured; /* since the round began */
+    uint64_t done_ns;              /* when the last bucket was done */
     uint8_t abort_frame[AGC_WIRE_HEADER_NBYTES];
 };
 
@@ -544,7 +556,7 @@ static void count_codec(struct agc_engine *e, uint64_t *bucket_ns, uint64_t *tot
     uint64_t ns = now_ns() - since_ns;
     *bucket_ns += ns;
     *total_ns += ns;
-    e->tune_codec_ns += ns;
+    e->measured.codec_ns += ns;
 }
 
 static void count_encode(struct agc_engine *e, struct job *job, uint64_t since_ns)
@@ -569,45 +581,61 @@ static enum agc_status finish_sends(struct agc_engine *e, struct slot *s, const 
     return AGC_OK;
 }
 
-/* Chunk size for the round after next, from the fastest of the last rounds. */
-static uint32_t tuned_chunk_log2(const struct agc_engine *e)
+/* Open chunks, at most. */
+static uint32_t window_of(uint32_t chunk_log2)
 {
-    uint32_t n = agc_min_u32(e->tune_at, TUNE_NROUNDS), best = 0;
-    for (uint32_t i = 1; i < n; i++)
-        if ((double)e->tune[i].total_ns * (double)e->tune[best].nbytes <
-            (double)e->tune[best].total_ns * (double)e->tune[i].nbytes)
-            best = i;
-    return agc_plan_chunk_log2(e->tune[best].nbytes, e->tune[best].codec_ns,
-                               e->tune[best].total_ns);
+    uint64_t nchunks = IN_FLIGHT_NBYTES >> chunk_log2;
+    return agc_max_u32(2, (uint32_t)agc_min_u64(nchunks, WINDOW));
+}
+
+/* The round is one of those that the search compares: equal rounds, or their times say nothing of
+ * the chunk size. The largest are taken, and others when those are no longer seen (another codec).
+ */
+static bool is_tuned_kind(struct agc_engine *e)
+{
+    const struct round_measure *m = &e->measured, *tuned = &e->tuned;
+    if (m->nbytes == tuned->nbytes && m->encoded_nbytes == tuned->encoded_nbytes) {
+        e->nothers = 0;
+        return true;
+    }
+    if (m->nbytes <= tuned->nbytes && ++e->nothers < TUNE_NOTHERS_MAX)
+        return false;
+    uint32_t log2 = AGC_CHUNK_LOG2_AUTO_MIN; /* chunks larger than every lane are all the same */
+    while (log2 < AGC_CHUNK_LOG2_AUTO_MAX && (uint64_t)1 << log2 < m->lane_nbytes_max)
+        log2++;
+    agc_tune_init(&e->tune, agc_plan_chunk_log2(m->nbytes, e->nranks, m->codec_ns, m->total_ns),
+                  AGC_CHUNK_LOG2_AUTO_MIN, log2);
+    e->tuned = *m;
+    e->nothers = 0;
+    return true;
 }
 
 static void round_begin(struct agc_engine *e, uint32_t round)
 {
-    if (e->tune_nbytes) {
-        uint32_t i = e->tune_at++ % TUNE_NROUNDS;
-        e->tune[i].nbytes = e->tune_nbytes;
-        e->tune[i].codec_ns = e->tune_codec_ns;
-        e->tune[i].total_ns = e->tune_total_ns;
-    }
-    e->tune_nbytes = 0;
-    e->tune_codec_ns = 0;
-    e->tune_total_ns = 0;
+    uint32_t wanted = e->chunk_log2_next;
+    if (e->rank == 0 && e->config.chunk_log2 == 0 && e->stats.nrounds > WARMUP_NROUNDS &&
+        e->measured.nbytes && is_tuned_kind(e))
+        wanted = agc_tune_round(&e->tune, e->chunk_log2,
+                                (double)e->measured.total_ns / (double)e->measured.nbytes);
+    memset(&e->measured, 0, sizeof e->measured);
     e->round = round;
     e->round_known = true;
     if (e->rank == 0 && !e->announced) /* a round without chunks: the others know of no new size */
         e->chunk_log2_next = e->chunk_log2;
     e->announced = false;
     e->chunk_log2 = e->chunk_log2_next;
-    if (e->rank == 0 && e->config.chunk_log2 == 0 && e->tune_at >= 2) /* the first rounds warm up */
-        e->chunk_log2_next = tuned_chunk_log2(e);
+    e->chunk_log2_next = wanted;
     e->stats.nrounds++;
     e->stats.chunk_log2 = e->chunk_log2;
+    /* Every round begins in the first slots: those are the ones still cached, and the others stay
+     * untouched where a round has few chunks. */
+    agc_pipeline_init(&e->pipeline, window_of(e->chunk_log2), LAG);
 }
 
 static enum agc_status step_open(struct agc_engine *e)
 {
     struct job *job = &e->queue[e->job_opening % QUEUE_CAP];
-    struct slot *s = &e->slots[e->pipeline.opened % WINDOW];
+    struct slot *s = &e->slots[e->pipeline.opened % e->pipeline.window];
     AGC_TRY(finish_sends(e, s, job));
     s->job = job;
     s->lane = &job->bucket->lanes[job->lane];
@@ -681,7 +709,7 @@ static void average_tile(struct agc_engine *e, const struct slot *s,
 
 static enum agc_status step_reduce(struct agc_engine *e)
 {
-    struct slot *s = &e->slots[e->pipeline.reduced % WINDOW];
+    struct slot *s = &e->slots[e->pipeline.reduced % e->pipeline.window];
     struct agc_message own = slot_message(s, e->rank);
     if (!own.ntiles)
         return AGC_OK;
@@ -708,8 +736,9 @@ static enum agc_status step_reduce(struct agc_engine *e)
             /* The owner keeps the decoded mean, as everybody else will, and never the exact one:
              * replicas must not drift. */
             uint8_t *result = s->out_result + AGC_WIRE_HEADER_NBYTES + offset;
-            average_tile(e, s, &c, &tile, t, offset, e->scratch->mean);
-            agc_lane_encode_mean(s->lane, &c, t, e->scratch->mean, result);
+            void *mean = agc_lane_mean(s->lane, &c, result);
+            average_tile(e, s, &c, &tile, t, offset, mean);
+            agc_lane_encode_mean(s->lane, &c, t, mean, result);
             s->lane->codec->decode(&tile, result, 1.0, out);
         }
         agc_lane_tile_put(s->lane, &c, t, out);
@@ -728,7 +757,7 @@ static enum agc_status step_reduce(struct agc_engine *e)
 
 static enum agc_status step_close(struct agc_engine *e)
 {
-    struct slot *s = &e->slots[e->pipeline.closed % WINDOW];
+    struct slot *s = &e->slots[e->pipeline.closed % e->pipeline.window];
     const struct agc_kernels *k = agc_kernels_get();
     struct agc_lane_context c = slot_context(e, s, k);
     if (!s->lane->plan.direct) {
@@ -781,9 +810,18 @@ static void count_done(struct agc_engine *e, const struct job *job)
     e->stats.dense_nbytes += dense_nbytes;
     /* Time with an exchange under way: buckets overlap, and between them backward may take its
      * time. */
-    e->tune_nbytes += nbytes;
-    e->tune_total_ns += t - (job->started_ns > e->tune_done_ns ? job->started_ns : e->tune_done_ns);
-    e->tune_done_ns = t;
+    e->measured.nbytes += nbytes;
+    e->measured.total_ns += t - (job->started_ns > e->done_ns ? job->started_ns : e->done_ns);
+    e->done_ns = t;
+    for (uint32_t i = 0; i < job->bucket->nlanes; i++) {
+        const struct agc_lane_plan *plan = &job->bucket->lanes[i].plan;
+        uint64_t lane_nbytes = plan->nelems * agc_dtype_nbytes(plan->dtype);
+        if (lane_nbytes > e->measured.lane_nbytes_max)
+            e->measured.lane_nbytes_max = lane_nbytes;
+        if (plan->nelems > 0)
+            e->measured.encoded_nbytes +=
+                agc_tiles_nbytes(&plan->spec, plan->dtype, plan->nelems, plan->tile_nelems);
+    }
 }
 
 /* Hands the oldest job back. */
@@ -935,7 +973,8 @@ static void *progress_main(void *arg)
 static uint64_t lay_out_staging(struct agc_engine *e, uint8_t *base)
 {
     uint64_t at = 0, frame = agc_round_up(e->message_nbytes_max, 64);
-    for (uint32_t i = 0; i < WINDOW; i++) {
+    uint32_t nslots = e->config.chunk_log2 ? window_of(e->config.chunk_log2) : WINDOW;
+    for (uint32_t i = 0; i < nslots; i++) {
         struct slot *s = &e->slots[i];
         for (uint32_t rank = 0; rank < e->nranks; rank++, at += frame)
             s->in_contribution[rank] = base ? base + at : NULL;
@@ -1010,7 +1049,7 @@ static enum agc_status engine_init(struct agc_engine *e, const uint64_t *params_
     e->chunk_log2_next = e->chunk_log2;
     e->stats.chunk_log2 = e->chunk_log2;
     e->published = e->stats;
-    agc_pipeline_init(&e->pipeline, WINDOW, LAG);
+    agc_pipeline_init(&e->pipeline, window_of(e->chunk_log2), LAG);
     return AGC_OK;
 }
 

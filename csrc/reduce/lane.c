@@ -228,6 +228,12 @@ static struct agc_rng contribution_rng(const struct agc_lane *lane,
                        t * lane->plan.tile_nelems);
 }
 
+/* The bytes between a tile's payload and the next tile. */
+static void pad(const struct agc_tile *tile, size_t nbytes, uint8_t *dst)
+{
+    memset(dst + nbytes, 0, agc_tile_nbytes(&tile->spec, tile->dtype, tile->nelems) - nbytes);
+}
+
 void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
                      uint8_t *dst)
 {
@@ -236,12 +242,12 @@ void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, ui
     tile.rng = contribution_rng(lane, c, t);
 
     if (is_verbatim(lane)) {
-        size_t elem_nbytes = agc_dtype_nbytes(lane->plan.dtype), nbytes = tile.nelems * elem_nbytes;
+        size_t elem_nbytes = agc_dtype_nbytes(lane->plan.dtype);
         do
             memcpy(dst + r.tile_elem * elem_nbytes, bucket_at(lane, c, r.bucket_elem),
                    r.nelems * elem_nbytes);
         while (run_next(&r, tile.nelems));
-        memset(dst + nbytes, 0, agc_tile_nbytes(&tile.spec, tile.dtype, tile.nelems) - nbytes);
+        pad(&tile, tile.nelems * elem_nbytes, dst);
         return;
     }
 
@@ -288,10 +294,19 @@ static bool run_is_live(const struct agc_lane_context *c, const struct run *r, c
                                    r->nelems * sizeof(float), agc_dtype_zero_mask(AGC_DTYPE_F32));
 }
 
+void *agc_lane_mean(const struct agc_lane *lane, const struct agc_lane_context *c, uint8_t *dst)
+{
+    return is_verbatim(lane) && is_work_dtype(lane) ? (void *)dst : c->scratch->mean;
+}
+
 void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
                           void *mean, uint8_t *dst)
 {
     struct agc_tile tile = agc_lane_tile(lane, c, t);
+    if (mean == (void *)dst) {
+        pad(&tile, tile.nelems * work_nbytes(lane), dst);
+        return;
+    }
     if (!lane->owner_residual) {
         agc_tile_encode(lane->codec, &tile, mean, NULL, dst);
         return;

@@ -102,7 +102,11 @@ void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, ui
 const uint8_t *agc_lane_payload(const struct agc_lane *lane, const struct agc_lane_context *c,
                                 uint64_t t);
 
-/* Encodes the mean of tile t, in the work type, with the owner's residual. */
+/* Where the mean of a tile is to be computed, in the work type, before it is encoded to dst: right
+ * there if the lane sends it as it is, else in scratch->mean. */
+void *agc_lane_mean(const struct agc_lane *lane, const struct agc_lane_context *c, uint8_t *dst);
+
+/* Encodes the mean of tile t with the owner's residual. */
 void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
                           void *mean, uint8_t *dst);
 

@@ -21,9 +21,9 @@
 /* Bytes that a link carries in the time that a phase costs in latency: about 100 us at 1 Gbit/s. */
 #define PHASE_NBYTES 16384u
 
-/* What a chunk costs beside its bytes: posting, waking and being woken, about 60 us measured over
+/* What a message costs beside its bytes: posting, waking and being woken, about 30 us measured over
  * gloo. */
-#define CHUNK_OVERHEAD_NS 60000u
+#define MESSAGE_NS 30000u
 
 struct agc_lane_plan agc_plan_lane(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems,
                                    uint32_t nranks)
@@ -115,14 +115,15 @@ uint64_t agc_plan_wire_nbytes(const struct agc_lane_plan *plan, uint32_t rank, u
     return nbytes;
 }
 
-uint32_t agc_plan_chunk_log2(uint64_t nbytes, uint64_t codec_ns, uint64_t total_ns)
+uint32_t agc_plan_chunk_log2(uint64_t nbytes, uint32_t nranks, uint64_t codec_ns, uint64_t total_ns)
 {
     /* With m chunks an exchange takes about max(codec, wire) + (codec + wire) / m + 2 m overhead:
      * filling and draining the pipeline against the fixed cost of a chunk. The best m is
      * sqrt((codec + wire) / (2 overhead)); the wire's time is taken to be all of the exchange's,
      * which it is where the wire is what limits. */
+    uint64_t nmessages = nranks <= 2 ? 2 : 4 * ((uint64_t)nranks - 1);
     uint64_t sum_ns = codec_ns + total_ns, nchunks = 1;
-    while (nchunks < 4096 && nchunks * nchunks * 2 * CHUNK_OVERHEAD_NS < sum_ns)
+    while (nchunks < 4096 && nchunks * nchunks * 2 * nmessages * MESSAGE_NS < sum_ns)
         nchunks++;
     uint64_t chunk_nbytes = nbytes / nchunks;
     uint32_t log2 = AGC_CHUNK_LOG2_AUTO_MIN;

@@ -58,11 +58,12 @@ uint64_t agc_plan_wire_nbytes(const struct agc_lane_plan *plan, uint32_t rank, u
 #define AGC_CHUNK_LOG2_MIN 12u
 #define AGC_CHUNK_LOG2_MAX 26u
 #define AGC_CHUNK_LOG2_AUTO_MIN 18u
-#define AGC_CHUNK_LOG2_AUTO_MAX 22u
+#define AGC_CHUNK_LOG2_AUTO_MAX 24u
 #define AGC_CHUNK_LOG2_AUTO_FIRST 20u
 
-/* Chunk size for exchanges of nbytes dense bytes that keep the codec busy for codec_ns and take
- * total_ns. */
-uint32_t agc_plan_chunk_log2(uint64_t nbytes, uint64_t codec_ns, uint64_t total_ns);
+/* Estimate of the best chunk size for exchanges of nbytes dense bytes that keep the codec busy for
+ * codec_ns and take total_ns. tune.h goes on from there. */
+uint32_t agc_plan_chunk_log2(uint64_t nbytes, uint32_t nranks, uint64_t codec_ns,
+                             uint64_t total_ns);
 
 #endif /* AGC_PLAN_H */

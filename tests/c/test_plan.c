@@ -275,15 +275,18 @@ static void test_chunk_size_from_measurement(void)
         uint64_t nbytes = random_u64() >> (20 + random_below(40));
         uint64_t codec_ns = random_u64() >> (28 + random_below(36));
         uint64_t total_ns = random_u64() >> (28 + random_below(36));
-        uint32_t log2 = agc_plan_chunk_log2(nbytes, codec_ns, total_ns);
+        uint32_t nranks = 2 + random_below(30);
+        uint32_t log2 = agc_plan_chunk_log2(nbytes, nranks, codec_ns, total_ns);
         CHECK(log2 >= AGC_CHUNK_LOG2_AUTO_MIN && log2 <= AGC_CHUNK_LOG2_AUTO_MAX);
         /* A slower exchange of as much never asks for larger chunks: there is more to overlap. */
-        CHECK(agc_plan_chunk_log2(nbytes, codec_ns, 2 * total_ns) <= log2);
+        CHECK(agc_plan_chunk_log2(nbytes, nranks, codec_ns, 2 * total_ns) <= log2);
+        /* More ranks, more messages per chunk. */
+        CHECK(agc_plan_chunk_log2(nbytes, nranks + 1, codec_ns, total_ns) >= log2);
     }
     /* 32 MiB: in 10 ms (loopback), large chunks; in 300 ms (1 Gbit/s), small ones. */
-    CHECK_EQ(agc_plan_chunk_log2(32u << 20, 8000000, 10000000), 21);
-    CHECK(agc_plan_chunk_log2(32u << 20, 8000000, 300000000) <= 20);
-    CHECK_EQ(agc_plan_chunk_log2(0, 0, 0), AGC_CHUNK_LOG2_AUTO_MIN);
+    CHECK_EQ(agc_plan_chunk_log2(32u << 20, 2, 8000000, 10000000), 21);
+    CHECK(agc_plan_chunk_log2(32u << 20, 2, 8000000, 300000000) <= 20);
+    CHECK_EQ(agc_plan_chunk_log2(0, 2, 0, 0), AGC_CHUNK_LOG2_AUTO_MIN);
 }
 
 int main(int argc, char **argv)
