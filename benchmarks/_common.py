@@ -105,6 +105,18 @@ def add_turn_arguments(parser: argparse.ArgumentParser, *, turns: int, steps: in
     )
 
 
+def add_settle_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the option of benchmarks in which agentcomm searches for its chunk size."""
+    parser.add_argument(
+        "--settle",
+        type=int,
+        default=40,
+        metavar="STEPS",
+        help="steps of each agentcomm mode before anything is measured: the search for the chunk "
+        "size takes about 35 (with a fixed size none are needed)",
+    )
+
+
 def describe_turns(args: argparse.Namespace) -> str:
     """Say what the options of ``add_turn_arguments`` mean."""
     return f"{args.turns} turns of {args.warmup_steps} warm-up and {args.steps} measured steps"

@@ -35,6 +35,7 @@ def parse_args() -> argparse.Namespace:
         "--nelems", type=_common.positive, default=25 * 2**20 // 4, help="fp32 elements"
     )
     _common.add_turn_arguments(parser, turns=10, steps=5)
+    _common.add_settle_argument(parser)
     args = parser.parse_args()
     if args.nranks < 2:
         parser.error("--nranks must be 2 or more: one rank sends nothing")
@@ -42,20 +43,20 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def all_reduce(mode: str, tensor: torch.Tensor) -> None:
+def all_reduce(mode: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Replace the tensor by its mean over the ranks."""
     if mode == DENSE:
         tensor /= dist.get_world_size()
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=group)
     elif mode == DENSE_FP16:
         half = tensor.half()
         half /= dist.get_world_size()
-        dist.all_reduce(half)
+        dist.all_reduce(half, group=group)
         tensor.copy_(half)
     else:
         import agentcomm
 
-        agentcomm.all_reduce(tensor, mode)
+        agentcomm.all_reduce(tensor, mode, group=group)
 
 
 def encoded_nbytes(mode: str, nelems: int) -> int:
@@ -80,14 +81,18 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     expected /= nranks
     # After its first call a mode averages equal tensors, which changes nothing of the traffic.
     tensors = {mode: source.clone() for mode in modes}
+    # A group for each, so that agentcomm's chunk size is the best one for that spec.
+    groups = {mode: dist.new_group() for mode in modes}
     for mode, tensor in tensors.items():
-        all_reduce(mode, tensor)
+        all_reduce(mode, tensor, groups[mode])
         _common.check_result(mode, tensor, expected)
+        for _ in range(args.settle if mode in args.specs else 0):
+            all_reduce(mode, tensor, groups[mode])
 
     turns: dict[str, list[_common.Turn]] = {mode: [] for mode in modes}
     for _ in range(args.turns):
         for mode, tensor in tensors.items():
-            step = functools.partial(all_reduce, mode, tensor)
+            step = functools.partial(all_reduce, mode, tensor, groups[mode])
             turns[mode].append(
                 _common.take_turn(step, nsteps=args.steps, nwarmup=args.warmup_steps)
             )

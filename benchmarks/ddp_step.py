@@ -70,6 +70,7 @@ def parse_args() -> argparse.Namespace:
         help="DDP's bucket sizes, one table for each; default: 25 with a first bucket of 1 MiB",
     )
     _common.add_turn_arguments(parser, turns=10, steps=5)
+    _common.add_settle_argument(parser)
     parser.add_argument(
         "--chunk-nbytes", type=_common.chunk_nbytes, help="for agentcomm.attach (its own default)"
     )
@@ -150,6 +151,9 @@ def measure(args: argparse.Namespace, cap_mb: float | None) -> list[dict[str, An
     batch = torch.randn(args.batch, args.width)
     weights = torch.randn(args.batch, args.width)
     check_modes(modes, batch, weights)
+    for mode in modes:
+        for _ in range(args.settle if mode.handle and not args.chunk_nbytes else 0):
+            step(mode, batch, weights)
     for _ in range(args.turns):
         for mode in modes:
             mode.turns.append(
@@ -160,12 +164,13 @@ def measure(args: argparse.Namespace, cap_mb: float | None) -> list[dict[str, An
                     counters=functools.partial(counters, mode),
                 )
             )
-    for mode in modes:
+    group = f"bucket_cap_mb={'default' if cap_mb is None else f'{cap_mb:g}'}"
+    results = summarise_modes(group, {mode.name: _common.gather(mode.turns) for mode in modes})
+    for mode, result in zip(modes, results, strict=True):
+        result["chunk_nbytes"] = mode.handle.stats().chunk_nbytes if mode.handle else None
         if mode.handle:
             mode.handle.close()
-
-    group = f"bucket_cap_mb={'default' if cap_mb is None else f'{cap_mb:g}'}"
-    return summarise_modes(group, {mode.name: _common.gather(mode.turns) for mode in modes})
+    return results
 
 
 def summarise_modes(group: str, turns: dict[str, list[list[_common.Turn]]]) -> list[dict[str, Any]]:
@@ -191,7 +196,7 @@ def summarise_modes(group: str, turns: dict[str, list[list[_common.Turn]]]) -> l
 def results_table(results: Sequence[dict[str, Any]]) -> str:
     """Return the table of the results of one bucket size."""
     header = ["mode", *_common.MILLISECONDS_HEADER, "x plain", "x fp16-hook"]
-    header += ["wire MiB", "link MiB", "encode ms", "wait ms", "decode ms"]
+    header += ["wire MiB", "link MiB", "encode ms", "wait ms", "decode ms", "chunk MiB"]
     rows = []
     for result in results:
         row = [result["name"], *_common.milliseconds(result["seconds"])]
@@ -200,6 +205,7 @@ def results_table(results: Sequence[dict[str, Any]]) -> str:
             _common.number(result["per_step"][counter], format_spec, scale=scale)
             for counter, (scale, format_spec) in COUNTERS.items()
         ]
+        row.append(_common.number(result["chunk_nbytes"], ".3g", scale=2**20))
         rows.append(row)
     return _common.table(header, rows)
 
