@@ -1,10 +1,8 @@
 """The DDP communication hook: ``attach``, ``HookState`` and ``comm_hook``."""
 
 import fnmatch
-import hashlib
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,126 +10,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from agentcomm import _core
-from agentcomm._exchange import Exchange, Lane, check_timeout, chunk_log2_of
+from agentcomm._bypass import FrozenParams, warn_never_called
+from agentcomm._exchange import Exchange, chunk_log2_of
+from agentcomm._options import Feedback, Names, Options
 from agentcomm._rendezvous import Meeting, Members, group_timeout_s, members_of
 from agentcomm._tensors import as_real, bucket_strides, check_device, dtype_id
 from agentcomm.errors import AgentCommError, SpecError, StateError
-from agentcomm.specs import Codec, Raw, check_rounding, parse, suggest, with_rounding
+from agentcomm.specs import Codec, Raw, parse, with_rounding
 from agentcomm.stats import BucketStats, Stats
 
-Feedback = bool | str
 _RAW = Raw()
 # What DDP's Python reducer passes instead of a bucket: a gradient and its parameter.
 _Gradient = tuple[torch.Tensor, torch.Tensor]
-
-
-def _check_whole(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise SpecError(
-            f"{name}={value!r} is out of range; it must be a whole number in {low}..{high}"
-        )
-
-
-@dataclass(frozen=True)
-class Options:
-    """The keywords of ``attach``, checked.
-
-    Attributes and their meaning: see ``attach``.
-    """
-
-    spec: str | Codec = "int8"
-    chunk_nbytes: int | str = "auto"
-    feedback: Feedback = "auto"
-    rules: Mapping[str, str | Codec] = field(default_factory=dict)
-    min_compress_nelems: int = 1024
-    warmup_nrounds: int = 0
-    rounding: str | None = None
-    seed: int = 0
-    timeout_s: float | None = None
-    name: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check every field.
-
-        Raises:
-            SpecError: names the field, its value and what it may be.
-        """
-        self.codec()
-        self.rule_codecs()
-        chunk_log2_of(self.chunk_nbytes)
-        check_timeout(self.timeout_s)
-        if self.feedback not in (True, False, "auto"):
-            raise SpecError(
-                f'feedback={self.feedback!r} is unknown; it must be True, False or "auto"'
-            )
-        if self.rounding is not None:
-            check_rounding(self.rounding)
-        _check_whole("min_compress_nelems", self.min_compress_nelems, 0, 1 << 62)
-        _check_whole("warmup_nrounds", self.warmup_nrounds, 0, 1 << 31)
-        _check_whole("seed", self.seed, 0, (1 << 32) - 1)
-        if self.name is not None and not isinstance(self.name, str):
-            raise SpecError(f"name={self.name!r} is no text; it must be None or a text")
-        if self.feedback is True and self.codec().lossless:
-            raise SpecError(
-                f"feedback=True with the lossless codec {self.codec()}: it has no loss to keep;"
-                ' leave feedback at "auto"'
-            )
-
-    def codec(self) -> Codec:
-        """Return the codec of the parameters that no rule names."""
-        return with_rounding(parse(self.spec), self.rounding)
-
-    def rule_codecs(self) -> dict[str, Codec]:
-        """Return the rules with their codecs parsed."""
-        return {
-            pattern: with_rounding(parse(spec), self.rounding)
-            for pattern, spec in self.rules.items()
-        }
-
-    def lane(self, codec: Codec) -> Lane:
-        """Return the lane of a codec: its spec and whether it keeps a residual."""
-        if self.feedback == "auto":
-            return codec.to_tuple(), codec.feedback_default
-        return codec.to_tuple(), bool(self.feedback) and not codec.lossless
-
-    def config(self) -> dict[str, Any]:
-        """Return the settings that must be equal on all ranks."""
-        return {
-            "wire version": _core.WIRE_VERSION,
-            "spec": str(self.codec()),
-            "rules": {pattern: str(codec) for pattern, codec in self.rule_codecs().items()},
-            "min_compress_nelems": self.min_compress_nelems,
-            "feedback": self.feedback,
-            "warmup_nrounds": self.warmup_nrounds,
-            "seed": self.seed,
-            "name": self.name,
-        }
-
-
-class _Names:
-    """Names of a module's parameters; a tied parameter has several."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        self.of: dict[int, list[str]] = {}
-        described = []
-        for name, param in module.named_parameters(remove_duplicate=False):
-            self.of.setdefault(id(param), []).append(name)
-            described.append(f"{name} {tuple(param.shape)} {param.dtype}")
-        self.all = [name for names in self.of.values() for name in names]
-        self.digest = hashlib.blake2b("\n".join(described).encode(), digest_size=8).hexdigest()
-        self.elem_nbytes_max = max(
-            (as_real(p.detach()).element_size() for p in module.parameters()), default=4
-        )
-
-    def check_patterns(self, what: str, patterns: Mapping[str, object]) -> None:
-        """Raise SpecError for a pattern that matches no name."""
-        for pattern in patterns:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in self.all):
-                near = suggest(pattern, self.all) or f"; there are {', '.join(self.all[:8])}, ..."
-                raise SpecError(f"pattern {pattern!r} in {what} matches no parameter{near}")
 
 
 def _done_future(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -171,7 +61,7 @@ class Handle:
         self._options = options
         self._codec = options.codec()
         self._rules = options.rule_codecs()
-        self._names = None if module is None else _Names(module)
+        self._names = None if module is None else Names(module)
         self._ddp = weakref.ref(module) if isinstance(module, DistributedDataParallel) else None
         self._members: Members = members_of(group)
         self._round = 0
@@ -182,6 +72,7 @@ class Handle:
         # Parameters by identity; the weak reference tells a new one at an old address.
         self._params: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._complete = False  # every parameter has been seen
+        self._frozen: FrozenParams | None = None
         # For DDP's Python reducer: numbers of the parameters, and those that this round has seen.
         self._gradients: dict[int, int] = {}
         self._seen: set[int] = set()
@@ -303,7 +194,8 @@ class Handle:
         key = (self._epoch, warm, real.dtype, real.numel(), *map(id, params))
         if self._layouts.get(index) != key:
             self._define(index, key, params, tensor, real)
-        self._complete |= last
+        if last:
+            self._look_for_frozen()
         return self._exchange.submit(index, round_, nforwards, self._is_absent(), real, tensor)
 
     def exchange_gradient(self, grad: torch.Tensor, param: torch.Tensor) -> None:
@@ -337,6 +229,17 @@ class Handle:
         self._exchange.submit(index, self._round, 0, False, flat, None).wait()
         if dense is not real:
             real.copy_(dense)
+
+    def _look_for_frozen(self) -> None:
+        """Note in the first round, when all buckets are known, and check in every one."""
+        if self._complete:
+            if self._frozen is not None:
+                self._frozen.check()
+            return
+        self._complete = True
+        ddp = None if self._ddp is None else self._ddp()
+        if ddp is not None and self._names is not None:
+            self._frozen = FrozenParams(ddp, self._names.of, self._params)
 
     def _is_absent(self) -> bool:
         """Whether this rank has joined (torch's ``Join``) and must not count in the mean.
@@ -712,6 +615,9 @@ def _count_forwards(ddp: DistributedDataParallel, state: HookState) -> None:
 
 
 def _close_state(reference: "weakref.ref[HookState]") -> None:
+    """Close when the DDP is gone, or the interpreter ends."""
     state = reference()
     if state is not None and state._handle is not None:
+        if not state._handle.closed and state._handle._nbuckets == 0:
+            warn_never_called(repr(state._handle))
         state._handle.close()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import agentcomm
 from agentcomm import _core
-from agentcomm.hook import Options
+from agentcomm._options import Options
 
 BLOCK = "it must be a power of two in 32..4096"
 CHUNK = 'it must be "auto" or a number of dense bytes in 4096..67108864'
