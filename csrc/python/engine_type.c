@@ -365,11 +365,17 @@ static PyObject *engine_submit(PyObject *object, PyObject *args)
         Py_XDECREF(kept);
         return NULL;
     }
+    const struct agc_submission submission = {.bucket = index,
+                                              .round = round,
+                                              .nforwards = nforwards,
+                                              .absent = absent,
+                                              .data = data.data,
+                                              .dtype = data.dtype,
+                                              .nelems = data.nelems,
+                                              .token = kept};
     enum agc_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = agc_engine_check_data(engine, index, data.dtype, data.nelems);
-    if (status == AGC_OK)
-        status = agc_engine_submit(engine, index, round, nforwards, absent, data.data, kept);
+    status = agc_engine_submit(engine, &submission);
     Py_END_ALLOW_THREADS
     engine_leave(object);
     if (status != AGC_OK) {

@@ -1202,22 +1202,6 @@ bool agc_engine_is_own_thread(struct agc_engine *e)
     return own;
 }
 
-enum agc_status agc_engine_check_data(struct agc_engine *e, uint32_t index, uint32_t dtype,
-                                      uint64_t nelems)
-{
-    enum agc_status status = AGC_OK;
-    pthread_mutex_lock(&e->mutex);
-    const struct bucket *b = index < e->buckets_cap ? e->buckets[index] : NULL;
-    if (!b)
-        status = AGC_ERR_STATE;
-    else if (b->dtype != dtype)
-        status = AGC_ERR_DTYPE;
-    else if (b->nelems != nelems)
-        status = AGC_ERR_NELEMS;
-    pthread_mutex_unlock(&e->mutex);
-    return status;
-}
-
 /* With e->mutex held. */
 static void wait_idle(struct agc_engine *e)
 {
@@ -1335,14 +1319,22 @@ void agc_engine_reset_buckets(struct agc_engine *e)
     pthread_mutex_unlock(&e->mutex);
 }
 
-enum agc_status agc_engine_submit(struct agc_engine *e, uint32_t index, uint32_t round,
-                                  uint32_t nforwards, bool absent, void *data, void *token)
+/* With e->mutex held. */
+static enum agc_status check_submission(const struct agc_engine *e, const struct agc_submission *s)
+{
+    const struct bucket *b = s->bucket < e->buckets_cap ? e->buckets[s->bucket] : NULL;
+    if (!b)
+        return AGC_ERR_STATE;
+    if (b->dtype != s->dtype)
+        return AGC_ERR_DTYPE;
+    return b->nelems == s->nelems ? AGC_OK : AGC_ERR_NELEMS;
+}
+
+enum agc_status agc_engine_submit(struct agc_engine *e, const struct agc_submission *s)
 {
     pthread_mutex_lock(&e->mutex);
-    enum agc_status status = AGC_OK;
-    if (index >= e->buckets_cap || !e->buckets[index])
-        status = AGC_ERR_STATE;
-    else if (!e->failed)
+    enum agc_status status = check_submission(e, s);
+    if (status == AGC_OK && !e->failed)
         status = start_threads(e);
     while (status == AGC_OK && !e->failed && e->queue_tail - e->queue_head == QUEUE_CAP) {
         if (pthread_equal(pthread_self(), e->progress_thread))
@@ -1353,17 +1345,17 @@ enum agc_status agc_engine_submit(struct agc_engine *e, uint32_t index, uint32_t
     if (status == AGC_OK && e->failed) {
         struct agc_failure failure = e->failure;
         pthread_mutex_unlock(&e->mutex);
-        e->config.callbacks.bucket_done(e->config.callbacks.ctx, token, &failure);
+        e->config.callbacks.bucket_done(e->config.callbacks.ctx, s->token, &failure);
         return AGC_OK;
     }
     if (status == AGC_OK) {
         e->queue[e->queue_tail % QUEUE_CAP] =
-            (struct job){.bucket = e->buckets[index],
-                         .round = round,
-                         .nforwards = agc_min_u32(nforwards, UINT8_MAX),
-                         .absent = absent,
-                         .data = (uint8_t *)data,
-                         .token = token};
+            (struct job){.bucket = e->buckets[s->bucket],
+                         .round = s->round,
+                         .nforwards = agc_min_u32(s->nforwards, UINT8_MAX),
+                         .absent = s->absent,
+                         .data = (uint8_t *)s->data,
+                         .token = s->token};
         e->queue_tail++;
         pthread_cond_signal(&e->work);
     }

@@ -93,18 +93,23 @@ agc_engine_define_bucket(struct agc_engine *engine, uint32_t index, uint32_t dty
  * way. */
 void agc_engine_reset_buckets(struct agc_engine *engine);
 
-/* Starts the exchange of a bucket in place. data stays the engine's until bucket_done(token).
- * round: the same on all ranks, and larger than any before whenever it changes. nforwards: see
- * struct agc_frame. absent: this rank does not count in the mean (its data is taken all the same;
- * it should be zeros). AGC_ERR_STATE for an index that was not defined. */
-AGC_NODISCARD enum agc_status agc_engine_submit(struct agc_engine *engine, uint32_t index,
-                                                uint32_t round, uint32_t nforwards, bool absent,
-                                                void *data, void *token);
+/* A bucket to be exchanged in place. */
+struct agc_submission {
+    uint32_t bucket;
+    uint32_t round;     /* the same on all ranks, and larger than any before whenever it changes */
+    uint32_t nforwards; /* see struct agc_frame */
+    bool absent; /* this rank does not count in the mean; its data, which should be zeros, is taken
+                    all the same */
+    void *data;  /* stays the engine's until bucket_done(token) */
+    uint32_t dtype; /* of data; these must be what the bucket was defined with */
+    uint64_t nelems;
+    void *token;
+};
 
-/* Whether memory of this type and size is what bucket `index` was defined for: AGC_ERR_STATE for an
- * index that was not defined, AGC_ERR_DTYPE, AGC_ERR_NELEMS. */
-AGC_NODISCARD enum agc_status agc_engine_check_data(struct agc_engine *engine, uint32_t index,
-                                                    uint32_t dtype, uint64_t nelems);
+/* AGC_ERR_STATE for a bucket that was not defined, AGC_ERR_DTYPE, AGC_ERR_NELEMS, AGC_ERR_THREAD.
+ */
+AGC_NODISCARD enum agc_status agc_engine_submit(struct agc_engine *engine,
+                                                const struct agc_submission *submission);
 
 /* True inside of this engine's callbacks. There, functions that wait until nothing is under way
  * would wait for themselves, and agc_engine_stop and agc_engine_destroy must not be called. */

@@ -170,6 +170,7 @@ struct world *world_create(uint32_t nranks, const struct layout *layout,
 
 void world_define(struct world *w, const struct layout *layout)
 {
+    w->layout = layout;
     for (uint32_t i = 0; i < w->nranks; i++) {
         for (uint32_t b = 0; b < layout->nbuckets; b++) {
             const struct bucket_layout *l = &layout->buckets[b];
@@ -197,10 +198,24 @@ void world_kill(struct world *w, uint32_t rank)
     agc_loopback_kill(w->net, rank);
 }
 
-void submit(struct rank *r, uint32_t bucket, uint32_t round, void *data, struct ticket *ticket)
+struct agc_submission submission(const struct rank *r, uint32_t bucket, uint32_t round, void *data,
+                                 struct ticket *ticket)
 {
     *ticket = (struct ticket){.done = false};
-    CHECK_OK(agc_engine_submit(r->engine, bucket, round, 1, false, data, ticket));
+    const struct layout *l = r->world->layout;
+    return (struct agc_submission){.bucket = bucket,
+                                   .round = round,
+                                   .nforwards = 1,
+                                   .data = data,
+                                   .dtype = l->buckets[bucket].dtype,
+                                   .nelems = bucket_nelems(l, bucket),
+                                   .token = ticket};
+}
+
+void submit(struct rank *r, uint32_t bucket, uint32_t round, void *data, struct ticket *ticket)
+{
+    const struct agc_submission s = submission(r, bucket, round, data, ticket);
+    CHECK_OK(agc_engine_submit(r->engine, &s));
 }
 
 void wait_ticket(struct world *w, struct ticket *ticket)

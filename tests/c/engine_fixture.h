@@ -65,6 +65,7 @@ struct rank {
 
 struct world {
     uint32_t nranks;
+    const struct layout *layout;
     struct agc_loopback *net;
     pthread_mutex_t mutex; /* over all tickets and the reports of ranks */
     pthread_cond_t changed;
@@ -93,6 +94,9 @@ void world_define(struct world *w, const struct layout *layout);
 void world_destroy(struct world *w);
 void world_kill(struct world *w, uint32_t rank);
 
+/* One forward pass, all ranks present; clears the ticket. */
+struct agc_submission submission(const struct rank *r, uint32_t bucket, uint32_t round, void *data,
+                                 struct ticket *ticket);
 /* Fails the test if the engine refuses. */
 void submit(struct rank *r, uint32_t bucket, uint32_t round, void *data, struct ticket *ticket);
 /* Returns when the ticket is done. */

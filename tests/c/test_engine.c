@@ -450,8 +450,17 @@ static void test_definitions_are_checked(void)
     piece = (struct agc_piece_desc){mixed_layout.nparams, 0};
     CHECK_STATUS(agc_engine_define_bucket(e, 1, AGC_DTYPE_F32, &piece, 1, &lane, 1, false),
                  AGC_ERR_SPEC);
-    CHECK_STATUS(agc_engine_submit(e, 1, 0, 1, false, NULL, &ticket), AGC_ERR_STATE);
-    CHECK_STATUS(agc_engine_submit(e, 70000, 0, 1, false, NULL, &ticket), AGC_ERR_STATE);
+    struct agc_submission s = submission(&w->ranks[0], 0, 0, NULL, &ticket);
+    s.bucket = 1;
+    CHECK_STATUS(agc_engine_submit(e, &s), AGC_ERR_STATE);
+    s.bucket = 70000;
+    CHECK_STATUS(agc_engine_submit(e, &s), AGC_ERR_STATE);
+    s.bucket = 0;
+    s.nelems++;
+    CHECK_STATUS(agc_engine_submit(e, &s), AGC_ERR_NELEMS);
+    s.nelems--;
+    s.dtype = s.dtype == AGC_DTYPE_F16 ? AGC_DTYPE_BF16 : AGC_DTYPE_F16;
+    CHECK_STATUS(agc_engine_submit(e, &s), AGC_ERR_DTYPE);
     piece = (struct agc_piece_desc){0, 0};
     CHECK_OK(agc_engine_define_bucket(e, 65535, AGC_DTYPE_F32, &piece, 1, &lane, 1, false));
     world_destroy(w);
@@ -514,9 +523,10 @@ static void test_many_forward_passes(void)
     fill_gradients(d);
     for (uint32_t nforwards = 250; nforwards < 600; nforwards += 7) {
         for (uint32_t r = 0; r < 2; r++) {
-            d->tickets[1][r] = (struct ticket){.done = false};
-            CHECK_OK(agc_engine_submit(w->ranks[r].engine, 1, nforwards, nforwards, false,
-                                       d->exchanged[1][r], &d->tickets[1][r]));
+            struct agc_submission s =
+                submission(&w->ranks[r], 1, nforwards, d->exchanged[1][r], &d->tickets[1][r]);
+            s.nforwards = nforwards;
+            CHECK_OK(agc_engine_submit(w->ranks[r].engine, &s));
         }
         for (uint32_t r = 0; r < 2; r++)
             wait_ok(w, &d->tickets[1][r]);
@@ -597,9 +607,9 @@ static void *train(void *arg)
             if (nap >> 28 == 0)
                 nanosleep(&(struct timespec){0, 100000}, NULL);
             memcpy(d->exchanged[b][r->rank], d->gradients[b][r->rank], bucket_nbytes(&tiny, b));
-            d->tickets[b][r->rank] = (struct ticket){.done = false};
-            if (agc_engine_submit(r->engine, b, round, 1, false, d->exchanged[b][r->rank],
-                                  &d->tickets[b][r->rank]))
+            const struct agc_submission s =
+                submission(r, b, round, d->exchanged[b][r->rank], &d->tickets[b][r->rank]);
+            if (agc_engine_submit(r->engine, &s) != AGC_OK)
                 return NULL;
         }
         for (uint32_t b = 0; b < tiny.nbuckets; b++)

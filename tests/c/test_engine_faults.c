@@ -332,12 +332,11 @@ static void test_rank_does_something_else(void)
                 }
                 for (uint32_t r = 0; r < nranks; r++) {
                     const uint32_t other = r == 1;
-                    tickets[r][0] = (struct ticket){.done = false};
-                    CHECK_OK(agc_engine_submit(w->ranks[r].engine,
-                                               deviation == OTHER_BUCKET ? other : 0,
-                                               deviation == OTHER_ROUND ? 7 + other : 7,
-                                               deviation == OTHER_NFORWARDS ? 1 + other : 1, false,
-                                               large_x[r], &tickets[r][0]));
+                    struct agc_submission s = submission(
+                        &w->ranks[r], deviation == OTHER_BUCKET ? other : 0,
+                        deviation == OTHER_ROUND ? 7 + other : 7, large_x[r], &tickets[r][0]);
+                    s.nforwards = deviation == OTHER_NFORWARDS ? 1 + other : 1;
+                    CHECK_OK(agc_engine_submit(w->ranks[r].engine, &s));
                 }
                 bool text_seen = false;
                 for (uint32_t r = 0; r < nranks; r++) {
@@ -561,8 +560,8 @@ static void test_threads_may_fail_to_start(void)
     for (uint64_t k = 0; k < 2; k++) {
         struct world *w = world_create(2, &small, &(struct world_options){.chunk_log2 = 12});
         fail_threads_from(k);
-        enum agc_status status =
-            agc_engine_submit(w->ranks[0].engine, 0, 0, 1, false, x[0][0], &tickets[0][0]);
+        const struct agc_submission s = submission(&w->ranks[0], 0, 0, x[0][0], &tickets[0][0]);
+        enum agc_status status = agc_engine_submit(w->ranks[0].engine, &s);
         fail_threads_from(UINT64_MAX);
         CHECK_STATUS(status, AGC_ERR_THREAD);
         for (uint32_t r = 0; r < 2; r++) /* and may start later */

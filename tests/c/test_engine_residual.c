@@ -345,9 +345,10 @@ static void test_absent_ranks(void)
                 if (absent[r])
                     memset(d->gradients[0][r], 0, bucket_nbytes(&layout, 0));
                 memcpy(d->exchanged[0][r], d->gradients[0][r], bucket_nbytes(&layout, 0));
-                d->tickets[0][r] = (struct ticket){.done = false};
-                CHECK_OK(agc_engine_submit(w->ranks[r].engine, 0, round, 1, absent[r],
-                                           d->exchanged[0][r], &d->tickets[0][r]));
+                struct agc_submission s =
+                    submission(&w->ranks[r], 0, round, d->exchanged[0][r], &d->tickets[0][r]);
+                s.absent = absent[r];
+                CHECK_OK(agc_engine_submit(w->ranks[r].engine, &s));
             }
             for (uint32_t r = 0; r < nranks; r++)
                 wait_ok(w, &d->tickets[0][r]);
