@@ -277,7 +277,7 @@ static const struct {
     [OTHER_NELEMS] = {"nelems", "different models or settings"},
     [OTHER_NFORWARDS] = {"nforwards", "rank 1 sent round 7 after 2 forward passes, expected 1"},
     [OTHER_BLOCKS] = {"blocks", "different models or settings"},
-    [OTHER_CODEC] = {"codec", "codec 2"},
+    [OTHER_CODEC] = {"codec", "codec fp16"},
     [OTHER_SEED] = {"seed", "different models or settings"},
     [OTHER_BUCKET] = {"bucket", "rank 1 sent round 7 bucket 1, expected round 7 bucket 0"},
     [OTHER_CHUNKS] = {"chunks", "different models or settings"},
