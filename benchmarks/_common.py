@@ -110,10 +110,10 @@ def add_settle_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--settle",
         type=int,
-        default=40,
+        default=100,
         metavar="STEPS",
         help="steps of each agentcomm mode before anything is measured: the search for the chunk "
-        "size takes about 35 (with a fixed size none are needed)",
+        "size takes up to 100 (with a fixed size none are needed)",
     )
 
 

@@ -84,7 +84,8 @@ struct round_measure {
     uint64_t encoded_nbytes;
     uint64_t lane_nbytes_max;
     uint64_t codec_ns;
-    uint64_t total_ns; /* with an exchange under way */
+    uint64_t total_ns;  /* with an exchange under way */
+    uint64_t period_ns; /* to the next round */
 };
 
 struct agc_engine {
@@ -135,10 +136,12 @@ struct agc_engine {
     uint32_t chunk_log2_max;  /* that the staging has room for */
     bool announced;           /* a frame of this round has told of chunk_log2_next */
     struct agc_tune tune;
-    struct round_measure tuned;    /* the kind of round that tune is about; all 0: not yet */
-    uint32_t nothers;              /* rounds of other kinds since the last of that kind */
+    struct round_measure tuned; /* the kind of round that tune is about; all 0: not yet */
+    uint32_t nothers;           /* rounds of other kinds since the last of that kind */
+    bool tune_period;           /* a cost is the period, else the time with an exchange under way */
     struct round_measure measured; /* since the round began */
-    uint64_t done_ns;              /* when the last bucket was done */
+    uint64_t round_began_ns;
+    uint64_t done_ns; /* when the last bucket was done */
     uint8_t abort_frame[AGC_WIRE_HEADER_NBYTES];
 };
 

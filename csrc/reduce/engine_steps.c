@@ -237,16 +237,23 @@ static bool is_tuned_kind(struct agc_engine *e)
                   AGC_CHUNK_LOG2_AUTO_MIN, log2);
     e->tuned = *m;
     e->nothers = 0;
+    /* What counts is the step: large chunks leave more of the processors to the rest of it. But
+     * where exchanges are rare, the pauses between them would drown the difference. */
+    e->tune_period = m->total_ns > m->period_ns / 4;
     return true;
 }
 
 void agc_engine_round_begin(struct agc_engine *e, uint32_t round)
 {
     uint32_t wanted = e->chunk_log2_next;
+    uint64_t began_ns = now_ns();
+    e->measured.period_ns = began_ns - e->round_began_ns;
+    e->round_began_ns = began_ns;
     if (e->rank == 0 && e->config.chunk_log2 == 0 && e->stats.nrounds > WARMUP_NROUNDS &&
         e->measured.nbytes && is_tuned_kind(e))
-        wanted = agc_tune_round(&e->tune, e->chunk_log2,
-                                (double)e->measured.total_ns / (double)e->measured.nbytes);
+        wanted =
+            agc_tune_round(&e->tune, e->chunk_log2,
+                           (double)(e->tune_period ? e->measured.period_ns : e->measured.total_ns));
     memset(&e->measured, 0, sizeof e->measured);
     e->round = round;
     e->round_known = true;

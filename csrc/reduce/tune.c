@@ -5,13 +5,16 @@
 
 /* Gains below this are noise. */
 #define GAIN 0.01
-/* Twice in a row this much dearer than the best size, and a size is given up. */
-#define DEAR 1.1
+/* So much dearer than the best size after a quarter of the rounds, and a size is given up. */
+#define DEAR 1.2
+#define NROUNDS_DEAR (AGC_TUNE_NROUNDS / 4)
+/* Rounds that take so many times the median hold a pause: validation, a checkpoint, a late peer. */
+#define PAUSE 2
 /* A change of the cost that calls for a new search: another link, another codec. */
 #define SHIFT 1.5
 
 /* Exponents relative to the best size, in the order of their trial. */
-static const int neighbours[] = {+1, -1, +2, -2};
+static const int neighbours[] = {+2, -2, +1, -1};
 
 void agc_tune_init(struct agc_tune *t, uint32_t log2, uint32_t log2_min, uint32_t log2_max)
 {
@@ -24,16 +27,22 @@ void agc_tune_init(struct agc_tune *t, uint32_t log2, uint32_t log2_min, uint32_
                            .rest_nrounds = AGC_TUNE_REST_NROUNDS_MIN};
 }
 
-static double median_cost(const struct agc_tune *t)
+/* Of a block of rounds in a row: where one round waits for a peer and the next gains by it, only
+ * the sum says what the two took. */
+static double mean_cost(const struct agc_tune *t)
 {
     double sorted[AGC_TUNE_NROUNDS];
-    for (uint32_t i = 0; i < AGC_TUNE_NROUNDS; i++) {
+    for (uint32_t i = 0; i < t->ncosts; i++) {
         uint32_t at = i;
         for (; at > 0 && sorted[at - 1] > t->costs[i]; at--)
             sorted[at] = sorted[at - 1];
         sorted[at] = t->costs[i];
     }
-    return sorted[AGC_TUNE_NROUNDS / 2];
+    double limit = PAUSE * sorted[t->ncosts / 2], sum = 0;
+    uint32_t n = 0;
+    for (; n < t->ncosts && sorted[n] <= limit; n++)
+        sum += sorted[n];
+    return sum / n;
 }
 
 /* Goes on to a neighbour that is not known yet, or to rest. */
@@ -71,21 +80,26 @@ uint32_t agc_tune_round(struct agc_tune *t, uint32_t log2, double cost)
 {
     if (log2 != t->log2 || t->log2_min == t->log2_max)
         return t->log2;
+    if (t->nskipped < AGC_TUNE_NSKIPPED) {
+        t->nskipped++;
+        return t->log2;
+    }
     t->costs[t->ncosts++] = cost;
     double best_cost = t->known[t->best - t->log2_min];
-    bool dear = t->log2 != t->best && t->ncosts == 2 && t->costs[0] > DEAR * best_cost &&
-                t->costs[1] > DEAR * best_cost;
+    bool dear = t->log2 != t->best && t->ncosts == NROUNDS_DEAR && mean_cost(t) > DEAR * best_cost;
     if (t->ncosts < AGC_TUNE_NROUNDS && !dear)
         return t->log2;
-    double measured = dear ? cost : median_cost(t);
+    double measured = mean_cost(t);
+    uint32_t measured_log2 = t->log2;
     t->ncosts = 0;
     if (t->resting) {
         rested(t, measured);
-        return t->log2;
+    } else {
+        t->known[t->log2 - t->log2_min] = measured;
+        if (measured < best_cost * (1 - GAIN))
+            t->best = t->log2;
+        try_next(t);
     }
-    t->known[t->log2 - t->log2_min] = measured;
-    if (measured < best_cost * (1 - GAIN))
-        t->best = t->log2;
-    try_next(t);
+    t->nskipped = t->log2 == measured_log2 ? AGC_TUNE_NSKIPPED : 0;
     return t->log2;
 }
