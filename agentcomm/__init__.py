@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from agentcomm.frames import codecs, decode, encode
     from agentcomm.hook import Handle, HookState, attach, comm_hook
-    from agentcomm.specs import Bf16, Codec, Fp16, Int8, Raw
+    from agentcomm.specs import Bf16, Codec, Fp16, Int4, Int8, Raw
     from agentcomm.stats import BucketStats, Stats
 
 __version__ = "0.1.0"
@@ -38,7 +38,7 @@ _HOMES = {
     ),
     "agentcomm.frames": ("codecs", "decode", "encode"),
     "agentcomm.hook": ("Handle", "HookState", "attach", "comm_hook"),
-    "agentcomm.specs": ("Bf16", "Codec", "Fp16", "Int8", "Raw"),
+    "agentcomm.specs": ("Bf16", "Codec", "Fp16", "Int4", "Int8", "Raw"),
     "agentcomm.stats": ("BucketStats", "Stats"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -52,6 +52,7 @@ __all__ = [
     "FrameError",
     "Handle",
     "HookState",
+    "Int4",
     "Int8",
     "MismatchError",
     "PeerError",

@@ -20,7 +20,7 @@ def codecs() -> list[dict[str, Any]]:
 
     Example:
         >>> [row["name"] for row in codecs()]
-        ['raw', 'fp16', 'bf16', 'int8']
+        ['raw', 'fp16', 'bf16', 'int8', 'int4']
     """
     nelems = 1 << 24
     table = []

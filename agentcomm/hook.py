@@ -479,8 +479,8 @@ def attach(
 
     Args:
         ddp: the module; its parameters on the CPU.
-        spec: the codec of all parameters that no rule names: "raw", "fp16", "bf16", "int8", with
-            options as in "int8[block=128]".
+        spec: the codec of all parameters that no rule names: "raw", "fp16", "bf16", "int8",
+            "int4", with options as in "int8[block=128]".
         chunk_nbytes: dense bytes that travel together, or "auto": from measurements. Does not show
             in the results. Group rank 0's counts.
         feedback: error feedback: True, False or "auto" (what suits the codec). It costs 4 bytes per

@@ -6,7 +6,7 @@ each codec has a frozen dataclass that prints as its spec, so that ``parse(str(s
 
 import difflib
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -83,22 +83,17 @@ class Bf16(Codec):
 
 
 @dataclass(frozen=True, slots=True)
-class Int8(Codec):
-    """Eight bits per element and a float32 scale per block; error at most half a scale.
+class BlockCodec(Codec):
+    """Base of the codecs with a float32 scale per block.
 
     Args:
         block: elements that share a scale, a power of two in 32..4096.
-        rounding: "nearest" (ties to even), or "stochastic" (unbiased, error at most one scale).
+        rounding: "nearest" (ties to even), or "stochastic" (unbiased, twice the largest error).
 
     Raises:
         SpecError: an option is out of range.
-
-    Source:
-        Blockwise absmax quantisation, Dettmers et al., "8-bit Optimizers via Block-wise
-        Quantization" (2022), with a linear code.
     """
 
-    name: ClassVar[str] = "int8"
     block: int = BLOCK_DEFAULT
     rounding: str = "nearest"
 
@@ -112,7 +107,34 @@ class Int8(Codec):
         return (codec_table()[self.name]["id"], self.block, ROUNDINGS.index(self.rounding), 0, 0)
 
 
-CODECS: dict[str, type[Codec]] = {cls.name: cls for cls in (Raw, Fp16, Bf16, Int8)}
+@dataclass(frozen=True, slots=True)
+class Int8(BlockCodec):
+    """Eight bits per element and a scale per block: -127..127 times absmax / 127.
+
+    The error is at most half a scale. Options as in ``BlockCodec``.
+
+    Source:
+        Blockwise absmax quantisation, Dettmers et al., "8-bit Optimizers via Block-wise
+        Quantization" (2022), with a linear code.
+    """
+
+    name: ClassVar[str] = "int8"
+
+
+@dataclass(frozen=True, slots=True)
+class Int4(BlockCodec):
+    """Four bits per element and a scale per block: -7..7 times absmax / 7.
+
+    The error is at most half a scale: use it with error feedback. Options as in ``BlockCodec``.
+
+    Source:
+        As ``Int8``, with 7 levels to each side.
+    """
+
+    name: ClassVar[str] = "int4"
+
+
+CODECS: dict[str, type[Codec]] = {cls.name: cls for cls in (Raw, Fp16, Bf16, Int8, Int4)}
 
 
 def check_block(block: object) -> None:
@@ -205,6 +227,6 @@ def _options(cls: type[Codec], spec: str, text: str) -> dict[str, Any]:
 
 def with_rounding(codec: Codec, rounding: str | None) -> Codec:
     """Return the codec with another rounding, if it rounds at all and its spec does not say how."""
-    if rounding is None or not isinstance(codec, Int8) or codec.rounding != "nearest":
+    if rounding is None or not isinstance(codec, BlockCodec) or codec.rounding != "nearest":
         return codec
-    return Int8(block=codec.block, rounding=rounding)
+    return replace(codec, rounding=rounding)

@@ -32,7 +32,8 @@ TILE_GRANULE_NELEMS = 256
 ALIGN_NBYTES = 16
 BLOCK_DEFAULT = 256
 
-CODEC_IDS = {"raw": 1, "fp16": 2, "bf16": 3, "int8": 5}
+CODEC_IDS = {"raw": 1, "fp16": 2, "bf16": 3, "int8": 5, "int4": 6}
+LEVELS = {"int8": 127, "int4": 7}  # of the codecs with evenly spaced values
 DTYPE_IDS = {"float32": 1, "float16": 2, "bfloat16": 3, "float64": 4}
 ELEM_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8"}
@@ -267,60 +268,91 @@ def decode_bf16(payload, nelems):
     return f32_from_bf16(np.frombuffer(payload, "<u2", nelems))
 
 
-def largest_int8_scale():
-    """Return the largest float32 of which 127 times is finite."""
+def largest_scale(codec):
+    """Return the largest float32 of which as many times as there are levels is finite."""
+    levels = F32(LEVELS[codec])
     with quiet():
-        scale = FLT_MAX / F32(127)
-        while np.isfinite(np.nextafter(scale, FLT_MAX) * F32(127)):
+        scale = FLT_MAX / levels
+        while np.isfinite(np.nextafter(scale, FLT_MAX) * levels):
             scale = np.nextafter(scale, FLT_MAX)
-        while not np.isfinite(scale * F32(127)):
+        while not np.isfinite(scale * levels):
             scale = np.nextafter(scale, F32(0))
     return scale
 
 
-def _int8_block(v, dither):
+def _grid_block(codec, v, dither):
     """Quantise one block; return its scale and its steps."""
+    levels = F32(LEVELS[codec])
     with quiet():
         absmax = np.max(np.abs(v))  # NaN if there is one
         if not np.isfinite(absmax):
             return NAN_F32, np.zeros(len(v), F32)
-        scale = absmax / F32(127)
+        scale = absmax / levels
         if absmax == 0:
             steps = v
-        elif absmax < TINY_ABSMAX:  # 127 / absmax would overflow, or the scale is subnormal
-            if scale * F32(127) < absmax:
+        elif absmax < TINY_ABSMAX:  # levels / absmax would overflow, or the scale is subnormal
+            if scale * levels < absmax:
                 scale = np.nextafter(scale, FLT_MAX)
             steps = v / scale
         else:
-            scale = min(scale, largest_int8_scale())
-            steps = v * (F32(127) / absmax)
+            scale = min(scale, largest_scale(codec))
+            steps = v * (levels / absmax)
         return scale, np.clip(
-            np.rint(steps + dither if dither is not None else steps), F32(-127), F32(127)
+            np.rint(steps + dither if dither is not None else steps), -levels, levels
         )
 
 
-def encode_int8(x, residual=None, block=BLOCK_DEFAULT, dither=None):
+def _pack(codec, steps):
+    """Return the bytes of one block's steps."""
+    steps = steps.astype(np.int8)
+    if codec == "int8":
+        return steps.tobytes()
+    low, high = np.array_split(steps.view(np.uint8) & 15, 2)  # the longer half first
+    high = np.append(high, np.uint8(0))[: len(low)]
+    return (low | high << np.uint8(4)).tobytes()
+
+
+def _unpack(codec, data, nelems):
+    """Return one block's steps."""
+    if codec == "int8":
+        return np.frombuffer(data, np.int8, nelems)
+    pairs = np.frombuffer(data, np.uint8, -(-nelems // 2)).astype(int)
+    nibbles = np.concatenate([pairs & 15, pairs >> 4])[:nelems]
+    return np.where(nibbles > 7, nibbles - 16, nibbles)
+
+
+def encode_grid(codec, x, residual=None, block=BLOCK_DEFAULT, dither=None):
     v = _with_residual(x, residual)
-    scales, steps, owed = [], [], []
+    scales, packed, owed = [], b"", []
     for first in range(0, len(v), block):
         part = slice(first, first + block)
-        scale, q = _int8_block(v[part], None if dither is None else dither[part])
+        scale, q = _grid_block(codec, v[part], None if dither is None else dither[part])
         scales.append(scale)
-        steps.append(q)
+        packed += _pack(codec, q)
         if residual is not None:
             with quiet():
                 lost = v[part] - q * scale
             owed.append(lost if np.isfinite(scale) else residual[part])
-    payload = np.array(scales, "<f4").tobytes() + np.concatenate(steps).astype(np.int8).tobytes()
+    payload = np.array(scales, "<f4").tobytes() + packed
     return payload, None if residual is None else np.concatenate(owed)
 
 
-def decode_int8(payload, nelems, block=BLOCK_DEFAULT):
+def decode_grid(codec, payload, nelems, block=BLOCK_DEFAULT):
     nblocks = -(-nelems // block)
     scales = np.frombuffer(payload, "<f4", nblocks)
-    q = np.frombuffer(payload, np.int8, nelems, 4 * nblocks)
+    at, parts = 4 * nblocks, []
+    for first in range(0, nelems, block):
+        n = min(block, nelems - first)
+        nbytes = grid_nbytes(codec, n)
+        parts.append(_unpack(codec, payload[at : at + nbytes], n))
+        at += nbytes
     with quiet():
-        return q.astype(F32) * np.repeat(scales, block)[:nelems]
+        return np.concatenate(parts).astype(F32) * np.repeat(scales, block)[:nelems]
+
+
+def grid_nbytes(codec, nelems):
+    """Return the bytes of the steps of nelems elements."""
+    return nelems if codec == "int8" else -(-nelems // 2)
 
 
 # ---- codecs: whole frames -----------------------------------------------------------------------
@@ -329,16 +361,16 @@ def decode_int8(payload, nelems, block=BLOCK_DEFAULT):
 def encode_tile(codec, x, dtype, residual, block, dither):
     if codec == "raw":
         return encode_raw(x, dtype, residual)
-    if codec == "int8":
-        return encode_int8(to_f32(x, dtype), residual, block, dither)
+    if codec in LEVELS:
+        return encode_grid(codec, to_f32(x, dtype), residual, block, dither)
     return {"fp16": encode_fp16, "bf16": encode_bf16}[codec](to_f32(x, dtype), residual)
 
 
 def decode_tile(codec, payload, nelems, dtype, block):
     if codec == "raw":
         return decode_raw(payload, nelems, dtype)
-    if codec == "int8":
-        return decode_int8(payload, nelems, block)
+    if codec in LEVELS:
+        return decode_grid(codec, payload, nelems, block)
     return {"fp16": decode_fp16, "bf16": decode_bf16}[codec](payload, nelems)
 
 
@@ -346,8 +378,8 @@ def tile_nbytes(codec, nelems, dtype, block=BLOCK_DEFAULT):
     """Return the length of a tile's payload, padding included."""
     if codec == "raw":
         nbytes = nelems * ELEM_NBYTES[dtype]
-    elif codec == "int8":
-        nbytes = nelems + 4 * -(-nelems // block)
+    elif codec in LEVELS:
+        nbytes = grid_nbytes(codec, nelems) + 4 * -(-nelems // block)
     else:
         nbytes = 2 * nelems
     return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
@@ -385,7 +417,7 @@ def encode_frame(
         "dtype_id": DTYPE_IDS[dtype],
         "nelems": len(x),
         "payload_nbytes": len(payload),
-        "block": block if codec == "int8" else 0,
+        "block": block if codec in LEVELS else 0,
         "flags": FLAG_CHECKSUM * checksum | FLAG_STOCHASTIC * stochastic,
         "seed": seed,
         "tile_nelems": tile_nelems,

@@ -14,50 +14,38 @@
  * throughout. Scales in front of the values keep both streams aligned and let the decoder prefetch;
  * interleaved blocks of 4 + B bytes were no faster and would misalign every load.
  */
-#include "codecs/codec.h"
-#include "core/common.h"
-
-static uint64_t scales_nbytes(const struct agc_spec *spec, uint32_t nelems)
-{
-    return 4 * agc_div_up(nelems, spec->block_nelems);
-}
+#include "codecs/blocks.h"
 
 static uint64_t int8_payload_nbytes(const struct agc_spec *spec, uint32_t dtype, uint32_t nelems)
 {
     (void)dtype;
-    return scales_nbytes(spec, nelems) + nelems;
+    return agc_blocks_scales_nbytes(spec, nelems) + nelems;
 }
 
 static void int8_encode(const struct agc_tile *tile, const void *x, float *residual, uint8_t *dst)
 {
-    const struct agc_rng *rng = tile->spec.rounding == AGC_ROUNDING_STOCHASTIC ? &tile->rng : NULL;
     tile->kernels->int8_encode((const float *)x, residual, tile->nelems, tile->spec.block_nelems,
-                               rng, dst, dst + scales_nbytes(&tile->spec, tile->nelems));
+                               agc_blocks_rng(tile), dst,
+                               dst + agc_blocks_scales_nbytes(&tile->spec, tile->nelems));
 }
 
 static void int8_decode(const struct agc_tile *tile, const uint8_t *src, double weight, void *out)
 {
-    tile->kernels->int8_decode(src, src + scales_nbytes(&tile->spec, tile->nelems), tile->nelems,
-                               tile->spec.block_nelems, (float)weight, (float *)out);
+    tile->kernels->int8_decode(src, src + agc_blocks_scales_nbytes(&tile->spec, tile->nelems),
+                               tile->nelems, tile->spec.block_nelems, (float)weight, (float *)out);
 }
 
 static void int8_decode_add(const struct agc_tile *tile, const uint8_t *src, double weight,
                             void *out)
 {
-    tile->kernels->int8_decode_add(src, src + scales_nbytes(&tile->spec, tile->nelems),
+    tile->kernels->int8_decode_add(src, src + agc_blocks_scales_nbytes(&tile->spec, tile->nelems),
                                    tile->nelems, tile->spec.block_nelems, (float)weight,
                                    (float *)out);
 }
 
 static enum agc_status int8_validate(const struct agc_tile *tile, const uint8_t *src)
 {
-    uint64_t nbytes = scales_nbytes(&tile->spec, tile->nelems);
-    for (uint64_t i = 0; i < nbytes; i += 4) {
-        uint32_t bits = agc_load_u32(src + i);
-        if (bits > AGC_Q8_SCALE_MAX_BITS && bits != AGC_F32_NAN_BITS)
-            return AGC_ERR_PAYLOAD;
-    }
-    return AGC_OK;
+    return agc_blocks_validate(tile, src, AGC_INT8_SCALE_MAX_BITS);
 }
 
 const struct agc_codec agc_codec_int8 = {

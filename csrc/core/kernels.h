@@ -30,15 +30,21 @@ void agc_kernels_overlay_crc32(struct agc_kernels *k);
 #include "core/kernels.inc"
 #undef AGC_KERNEL
 
-/* Encodes one int8 block by division: the path of every tier for blocks of tiny numbers. first:
- * index of x[0] in its tile. */
-void agc_int8_encode_tiny_block(const float *x, float *residual, uint32_t nelems,
-                                const struct agc_rng *rng, uint32_t first, float scale, uint8_t *q);
+/* Quantises one block by division: the path of every tier for blocks of tiny numbers. first: index
+ * of x[0] in its tile. */
+void agc_grid_encode_tiny(const float *x, float *residual, uint32_t nelems,
+                          const struct agc_rng *rng, uint32_t first, struct agc_grid grid,
+                          uint8_t *q);
 
 /* Quantises elements [begin, end) of an ordinary block: what is left over when a tier has done
  * whole vectors. */
-void agc_int8_encode_tail(const float *x, float *residual, uint32_t begin, uint32_t end,
-                          const struct agc_rng *rng, uint32_t first, struct agc_q8 block,
+void agc_grid_encode_tail(const float *x, float *residual, uint32_t begin, uint32_t end,
+                          const struct agc_rng *rng, uint32_t first, struct agc_grid grid,
                           uint8_t *q);
+
+/* Two steps of a block of nelems to a byte: step j in the low half of byte j, step j + ceil(nelems
+ * / 2) in its high half, so that both halves are runs. These do the bytes from `begin` on. */
+void agc_int4_pack_tail(const uint8_t *q, uint32_t nelems, uint32_t begin, uint8_t *dst);
+void agc_int4_unpack_tail(const uint8_t *src, uint32_t nelems, uint32_t begin, uint8_t *q);
 
 #endif /* AGC_KERNELS_H */

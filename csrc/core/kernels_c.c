@@ -14,61 +14,71 @@ static inline float with_residual(const float *x, const float *residual, uint32_
     return residual ? x[i] + residual[i] : x[i];
 }
 
-void agc_int8_encode_tiny_block(const float *x, float *residual, uint32_t nelems,
-                                const struct agc_rng *rng, uint32_t first, float scale, uint8_t *q)
+void agc_grid_encode_tiny(const float *x, float *residual, uint32_t nelems,
+                          const struct agc_rng *rng, uint32_t first, struct agc_grid grid,
+                          uint8_t *q)
 {
     for (uint32_t i = 0; i < nelems; i++) {
         float v = with_residual(x, residual, i);
-        float steps = v / scale;
+        float steps = v / grid.scale;
         if (rng)
             steps += agc_rng_dither_at(*rng, first + i);
-        float rounded = agc_q8_round(steps);
+        float rounded = agc_grid_round(steps, grid.levels);
         q[i] = (uint8_t)(int8_t)rounded;
         if (residual)
-            residual[i] = v - rounded * scale;
+            residual[i] = v - rounded * grid.scale;
     }
 }
 
-void agc_int8_encode_tail(const float *x, float *residual, uint32_t begin, uint32_t end,
-                          const struct agc_rng *rng, uint32_t first, struct agc_q8 block,
+void agc_grid_encode_tail(const float *x, float *residual, uint32_t begin, uint32_t end,
+                          const struct agc_rng *rng, uint32_t first, struct agc_grid grid,
                           uint8_t *q)
 {
     for (uint32_t i = begin; i < end; i++) {
         float v = with_residual(x, residual, i);
-        float steps = v * block.inverse;
+        float steps = v * grid.inverse;
         if (rng)
             steps += agc_rng_dither_at(*rng, first + i);
-        float rounded = agc_q8_round(steps);
+        float rounded = agc_grid_round(steps, grid.levels);
         q[i] = (uint8_t)(int8_t)rounded;
         if (residual)
-            residual[i] = v - rounded * block.scale;
+            residual[i] = v - rounded * grid.scale;
     }
+}
+
+static uint32_t absmax_bits(const float *x, const float *residual, uint32_t nelems)
+{
+    uint32_t max = 0;
+    for (uint32_t i = 0; i < nelems; i++) {
+        uint32_t bits = agc_f32_bits(with_residual(x, residual, i)) & 0x7fffffffu;
+        max = bits > max ? bits : max;
+    }
+    return max;
+}
+
+/* The steps of one block, a byte each. */
+static void grid_encode(const float *x, float *residual, uint32_t nelems, const struct agc_rng *rng,
+                        uint32_t first, struct agc_grid grid, uint8_t *q)
+{
+    if (AGC_UNLIKELY(!grid.finite))
+        memset(q, 0, nelems); /* the residual stays as it was: what is lost with this round is the
+                                 gradient alone */
+    else if (AGC_UNLIKELY(grid.tiny))
+        agc_grid_encode_tiny(x, residual, nelems, rng, first, grid, q);
+    else
+        agc_grid_encode_tail(x, residual, 0, nelems, rng, first, grid, q);
 }
 
 void agc_int8_encode_c(const float *x, float *residual, uint32_t nelems, uint32_t block_nelems,
                        const struct agc_rng *rng, uint8_t *scales, uint8_t *q)
 {
-    for (uint32_t first = 0; first < nelems; first += block_nelems) {
+    for (uint32_t first = 0; first < nelems; first += block_nelems, scales += 4) {
         uint32_t n = agc_min_u32(block_nelems, nelems - first);
-        uint32_t absmax_bits = 0;
-        for (uint32_t i = 0; i < n; i++) {
-            uint32_t bits = agc_f32_bits(with_residual(x, residual, i)) & 0x7fffffffu;
-            absmax_bits = bits > absmax_bits ? bits : absmax_bits;
-        }
-        struct agc_q8 block = agc_q8_from_absmax(absmax_bits);
-        agc_store_u32(scales, agc_f32_bits(block.scale));
-        if (AGC_UNLIKELY(!block.finite))
-            memset(q, 0, n); /* the residual stays as it was: what is lost with this round is the
-                                gradient alone */
-        else if (AGC_UNLIKELY(block.tiny))
-            agc_int8_encode_tiny_block(x, residual, n, rng, first, block.scale, q);
-        else
-            agc_int8_encode_tail(x, residual, 0, n, rng, first, block, q);
-        scales += 4;
-        x += n;
-        q += n;
-        if (residual)
-            residual += n;
+        float *owed = residual ? residual + first : NULL;
+        struct agc_grid grid = agc_grid_from_absmax(absmax_bits(x + first, owed, n),
+                                                    AGC_INT8_LEVELS, AGC_INT8_SCALE_MAX_BITS);
+        agc_store_u32(scales, agc_f32_bits(grid.scale));
+        grid_encode(x + first, owed, n, rng, first, grid, q + first);
     }
 }
 
@@ -87,6 +97,65 @@ void agc_int8_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nel
     for (uint32_t i = 0; i < nelems; i++) {
         float scale = agc_f32_from_bits(agc_load_u32(scales + 4 * (i / block_nelems))) * weight;
         out[i] = agc_acc_add(out[i], (float)(int8_t)q[i] * scale);
+    }
+}
+
+void agc_int4_pack_tail(const uint8_t *q, uint32_t nelems, uint32_t begin, uint8_t *dst)
+{
+    uint32_t half = (nelems + 1) / 2;
+    for (uint32_t j = begin; j < half; j++) {
+        uint32_t high = j + half < nelems ? q[j + half] : 0;
+        dst[j] = (uint8_t)((q[j] & 15u) | (high & 15u) << 4);
+    }
+}
+
+void agc_int4_unpack_tail(const uint8_t *src, uint32_t nelems, uint32_t begin, uint8_t *q)
+{
+    uint32_t half = (nelems + 1) / 2;
+    for (uint32_t j = begin; j < half; j++) {
+        q[j] = (uint8_t)(((src[j] & 15u) ^ 8u) - 8u);
+        if (j + half < nelems)
+            q[j + half] = (uint8_t)(((uint32_t)src[j] >> 4 ^ 8u) - 8u);
+    }
+}
+
+void agc_int4_encode_c(const float *x, float *residual, uint32_t nelems, uint32_t block_nelems,
+                       const struct agc_rng *rng, uint8_t *scales, uint8_t *q)
+{
+    uint8_t steps[AGC_BLOCK_NELEMS_MAX];
+    for (uint32_t first = 0; first < nelems; first += block_nelems, scales += 4) {
+        uint32_t n = agc_min_u32(block_nelems, nelems - first);
+        float *owed = residual ? residual + first : NULL;
+        struct agc_grid grid = agc_grid_from_absmax(absmax_bits(x + first, owed, n),
+                                                    AGC_INT4_LEVELS, AGC_INT4_SCALE_MAX_BITS);
+        agc_store_u32(scales, agc_f32_bits(grid.scale));
+        grid_encode(x + first, owed, n, rng, first, grid, steps);
+        agc_int4_pack_tail(steps, n, 0, q);
+        q += (n + 1) / 2;
+    }
+}
+
+void agc_int4_decode_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
+                       uint32_t block_nelems, float weight, float *out)
+{
+    uint8_t steps[AGC_BLOCK_NELEMS_MAX];
+    for (uint32_t first = 0; first < nelems; first += block_nelems, scales += 4) {
+        uint32_t n = agc_min_u32(block_nelems, nelems - first);
+        agc_int4_unpack_tail(q, n, 0, steps);
+        agc_int8_decode_c(scales, steps, n, block_nelems, weight, out + first);
+        q += (n + 1) / 2;
+    }
+}
+
+void agc_int4_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
+                           uint32_t block_nelems, float weight, float *out)
+{
+    uint8_t steps[AGC_BLOCK_NELEMS_MAX];
+    for (uint32_t first = 0; first < nelems; first += block_nelems, scales += 4) {
+        uint32_t n = agc_min_u32(block_nelems, nelems - first);
+        agc_int4_unpack_tail(q, n, 0, steps);
+        agc_int8_decode_add_c(scales, steps, n, block_nelems, weight, out + first);
+        q += (n + 1) / 2;
     }
 }
 

@@ -142,52 +142,58 @@ AGC_HD double agc_acc_add_f64(double acc, double x)
     return sum == sum ? sum : (double)agc_f32_from_bits(AGC_F32_NAN_BITS);
 }
 
-/* ---- int8: q = round(x * 127 / absmax), x ~ q * scale, scale = absmax / 127 ---- */
+/* ---- int8 and int4: q = round(x * levels / absmax), x ~ q * scale, scale = absmax / levels ----
+ */
 
+#define AGC_INT8_LEVELS 127.0f
+#define AGC_INT4_LEVELS 7.0f
 /* Below this absmax the reciprocal would overflow or the scale be subnormal: such a block is
  * divided by its scale instead. */
-#define AGC_Q8_TINY_BITS 0x0d800000u /* 2^-100 */
-/* The largest scale of which 127 times is finite. */
-#define AGC_Q8_SCALE_MAX_BITS 0x7c010203u
+#define AGC_GRID_TINY_BITS 0x0d800000u /* 2^-100 */
+/* The largest scales of which `levels` times is finite. */
+#define AGC_INT8_SCALE_MAX_BITS 0x7c010203u
+#define AGC_INT4_SCALE_MAX_BITS 0x7e124924u
 
-/* What a block's largest magnitude (as bits with the sign cleared) makes of it. */
-struct agc_q8 {
+/* The evenly spaced values of a block. */
+struct agc_grid {
     float scale;   /* goes on the wire */
     float inverse; /* quantise by multiplication; unused if tiny */
+    float levels;  /* steps are -levels..levels */
     int tiny;
     int finite; /* 0: the block holds a NaN or an infinity; all of it decodes to NaN */
 };
 
-AGC_HD struct agc_q8 agc_q8_from_absmax(uint32_t absmax_bits)
+/* What a block's largest magnitude (as bits with the sign cleared) makes of it. */
+AGC_HD struct agc_grid agc_grid_from_absmax(uint32_t absmax_bits, float levels,
+                                            uint32_t scale_max_bits)
 {
-    struct agc_q8 b;
+    struct agc_grid g;
     float absmax = agc_f32_from_bits(absmax_bits);
-    b.tiny = 0;
-    b.finite = absmax_bits < 0x7f800000u;
-    if (!b.finite) {
-        b.scale = agc_f32_from_bits(AGC_F32_NAN_BITS);
-        b.inverse = 0.0f;
-        return b;
+    g.levels = levels;
+    g.inverse = 0.0f;
+    g.tiny = 0;
+    g.finite = absmax_bits < 0x7f800000u;
+    if (!g.finite) {
+        g.scale = agc_f32_from_bits(AGC_F32_NAN_BITS);
+        return g;
     }
     if (absmax_bits == 0) {
-        b.scale = 0.0f;
-        b.inverse = 0.0f;
-        return b;
+        g.scale = 0.0f;
+        return g;
     }
-    b.scale = absmax / 127.0f;
-    if (absmax_bits < AGC_Q8_TINY_BITS) {
-        b.tiny = 1;
-        b.inverse = 0.0f;
-        /* A subnormal quotient may have been rounded down by so much that 127 steps no longer reach
-         * absmax. */
-        if (b.scale * 127.0f < absmax)
-            b.scale = agc_f32_from_bits(agc_f32_bits(b.scale) + 1);
-        return b;
+    g.scale = absmax / levels;
+    if (absmax_bits < AGC_GRID_TINY_BITS) {
+        g.tiny = 1;
+        /* A subnormal quotient may have been rounded down by so much that `levels` steps no longer
+         * reach absmax. */
+        if (g.scale * levels < absmax)
+            g.scale = agc_f32_from_bits(agc_f32_bits(g.scale) + 1);
+        return g;
     }
-    if (agc_f32_bits(b.scale) > AGC_Q8_SCALE_MAX_BITS)
-        b.scale = agc_f32_from_bits(AGC_Q8_SCALE_MAX_BITS);
-    b.inverse = 127.0f / absmax;
-    return b;
+    if (agc_f32_bits(g.scale) > scale_max_bits)
+        g.scale = agc_f32_from_bits(scale_max_bits);
+    g.inverse = levels / absmax;
+    return g;
 }
 
 /* Rounds to nearest, ties to even; exact for |x| < 2^22. */
@@ -196,13 +202,12 @@ AGC_HD float agc_round_even(float x)
     return (x + 12582912.0f) - 12582912.0f;
 }
 
-/* steps: the element in units of the scale, dither added; returns the quantised number of steps,
- * -127..127. */
-AGC_HD float agc_q8_round(float steps)
+/* steps: the element in units of the scale, dither added; returns the quantised number of steps. */
+AGC_HD float agc_grid_round(float steps, float levels)
 {
     float q = agc_round_even(steps);
-    q = q > 127.0f ? 127.0f : q;
-    return q < -127.0f ? -127.0f : q;
+    q = q > levels ? levels : q;
+    return q < -levels ? -levels : q;
 }
 
 #endif /* AGC_WIRE_H */

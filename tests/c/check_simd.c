@@ -131,9 +131,16 @@ static void fill_residual(float *residual, uint32_t nelems)
 
 /* ---- one function per operation ---------------------------------------------------------- */
 
-static void check_int8_encode(void)
+typedef void grid_encode(const float *x, float *residual, uint32_t nelems, uint32_t block_nelems,
+                         const struct agc_rng *rng, uint8_t *scales, uint8_t *q);
+typedef void grid_decode(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
+                         uint32_t block_nelems, float weight, float *out);
+
+/* nbits: of an element. */
+static void check_grid_encode(grid_encode *of_ref, grid_encode *of_tier, uint32_t nbits)
 {
     size_t scales_nbytes = 4 * agc_div_up(now.nelems, now.block_nelems), n = now.nelems;
+    size_t nbytes = scales_nbytes + agc_div_up(n * nbits, 8);
     struct agc_rng rng = {(uint32_t)random_u64(), (uint32_t)random_u64()};
     const struct agc_rng *rng_or_null = now.stochastic ? &rng : NULL;
     float *x = place_floats(&in_x, now.nelems), *residuals[2] = {NULL, NULL};
@@ -148,13 +155,11 @@ static void check_int8_encode(void)
         memcpy(residuals[1], drawn, 4 * n);
     }
     /* Scales and values share a buffer, the scales first, as in a payload. */
-    uint8_t *a = place_output(&out_ref[1], scales_nbytes + n, 1);
-    uint8_t *b = place_output(&out_tier[1], scales_nbytes + n, 1);
-    ref->int8_encode(x, residuals[0], now.nelems, now.block_nelems, rng_or_null, a,
-                     a + scales_nbytes);
-    now.tier->kernels.int8_encode(x, residuals[1], now.nelems, now.block_nelems, rng_or_null, b,
-                                  b + scales_nbytes);
-    check_output(1, a, b, scales_nbytes + n);
+    uint8_t *a = place_output(&out_ref[1], nbytes, 1);
+    uint8_t *b = place_output(&out_tier[1], nbytes, 1);
+    of_ref(x, residuals[0], now.nelems, now.block_nelems, rng_or_null, a, a + scales_nbytes);
+    of_tier(x, residuals[1], now.nelems, now.block_nelems, rng_or_null, b, b + scales_nbytes);
+    check_output(1, a, b, nbytes);
     if (now.residual)
         check_output(0, (uint8_t *)residuals[0], (uint8_t *)residuals[1], 4 * n);
     CHECK_BYTES(keep, x, 4 * n);
@@ -168,18 +173,21 @@ static void fill_scales(uint8_t *scales, size_t nscales)
         random_fill(&x, 1, now.values);
         uint32_t bits = agc_f32_bits(x);
         if (random_bool())
-            bits = agc_f32_bits(agc_q8_from_absmax(bits & 0x7fffffffu).scale);
+            bits = agc_f32_bits(
+                agc_grid_from_absmax(bits & 0x7fffffffu, AGC_INT8_LEVELS, AGC_INT8_SCALE_MAX_BITS)
+                    .scale);
         agc_store_u32(scales + 4 * i, bits);
     }
 }
 
-static void int8_decode(bool add)
+static void check_grid_decode(grid_decode *of_ref, grid_decode *of_tier, uint32_t nbits, bool add)
 {
     size_t scales_nbytes = 4 * agc_div_up(now.nelems, now.block_nelems), n = now.nelems;
+    size_t q_nbytes = agc_div_up(n * nbits, 8);
     float weight = random_weight();
-    uint8_t *scales = place(&in_x, scales_nbytes, 1), *q = place(&in_y, n, 1);
+    uint8_t *scales = place(&in_x, scales_nbytes, 1), *q = place(&in_y, q_nbytes, 1);
     fill_scales(scales, scales_nbytes / 4);
-    for (size_t i = 0; i < n; i++)
+    for (size_t i = 0; i < q_nbytes; i++)
         q[i] = (uint8_t)random_u64();
     float *a = (float *)(void *)place_output(&out_ref[0], 4 * n, 4);
     float *b = (float *)(void *)place_output(&out_tier[0], 4 * n, 4);
@@ -187,22 +195,28 @@ static void int8_decode(bool add)
         random_fill(a, n, (enum value_class)random_below(NVALUES));
         memcpy(b, a, 4 * n);
     }
-    const struct agc_kernels *k = &now.tier->kernels;
-    (add ? ref->int8_decode_add : ref->int8_decode)(scales, q, now.nelems, now.block_nelems, weight,
-                                                    a);
-    (add ? k->int8_decode_add : k->int8_decode)(scales, q, now.nelems, now.block_nelems, weight, b);
+    of_ref(scales, q, now.nelems, now.block_nelems, weight, a);
+    of_tier(scales, q, now.nelems, now.block_nelems, weight, b);
     check_output(0, (uint8_t *)a, (uint8_t *)b, 4 * n);
 }
 
-static void check_int8_decode(void)
-{
-    int8_decode(false);
-}
+#define CHECK_GRID(name, nbits)                                                                    \
+    static void check_##name##_encode(void)                                                        \
+    {                                                                                              \
+        check_grid_encode(ref->name##_encode, now.tier->kernels.name##_encode, nbits);             \
+    }                                                                                              \
+    static void check_##name##_decode(void)                                                        \
+    {                                                                                              \
+        check_grid_decode(ref->name##_decode, now.tier->kernels.name##_decode, nbits, false);      \
+    }                                                                                              \
+    static void check_##name##_decode_add(void)                                                    \
+    {                                                                                              \
+        check_grid_decode(ref->name##_decode_add, now.tier->kernels.name##_decode_add, nbits,      \
+                          true);                                                                   \
+    }
 
-static void check_int8_decode_add(void)
-{
-    int8_decode(true);
-}
+CHECK_GRID(int8, 8)
+CHECK_GRID(int4, 4)
 
 typedef void half_encode(const float *x, float *residual, uint32_t nelems, uint8_t *dst);
 typedef void float_decode(const uint8_t *src, uint32_t nelems, float weight, float *out);
@@ -345,6 +359,10 @@ static const struct {
                         HAS_BLOCKS | HAS_VALUES | HAS_RESIDUAL | HAS_ROUNDING},
     [OP_int8_decode] = {"int8_decode", check_int8_decode, HAS_BLOCKS | HAS_VALUES},
     [OP_int8_decode_add] = {"int8_decode_add", check_int8_decode_add, HAS_BLOCKS | HAS_VALUES},
+    [OP_int4_encode] = {"int4_encode", check_int4_encode,
+                        HAS_BLOCKS | HAS_VALUES | HAS_RESIDUAL | HAS_ROUNDING},
+    [OP_int4_decode] = {"int4_decode", check_int4_decode, HAS_BLOCKS | HAS_VALUES},
+    [OP_int4_decode_add] = {"int4_decode_add", check_int4_decode_add, HAS_BLOCKS | HAS_VALUES},
     [OP_f16_encode] = {"f16_encode", check_f16_encode, HAS_VALUES | HAS_RESIDUAL},
     [OP_f16_decode] = {"f16_decode", check_f16_decode, 0},
     [OP_f16_decode_add] = {"f16_decode_add", check_f16_decode_add, 0},
@@ -482,30 +500,33 @@ static void bench_memcpy(size_t i, uint32_t n)
     memcpy(bench.y + i, bench.x + i, 4 * (size_t)n);
 }
 
-#define BENCH_INT8(name, residual, rng)                                                            \
+#define BENCH_GRID(name, kernel, residual, rng)                                                    \
     static void name(size_t i, uint32_t n)                                                         \
     {                                                                                              \
         const struct agc_rng key = {1, 2};                                                         \
         (void)key;                                                                                 \
         uint8_t *dst = bench.encoded + i / NELEMS_MAX * (NELEMS_MAX + 1024);                       \
-        bench.k->int8_encode(bench.x + i, residual, n, 256, rng, dst, dst + 1024);                 \
+        bench.k->kernel##_encode(bench.x + i, residual, n, 256, rng, dst, dst + 1024);             \
     }
-BENCH_INT8(bench_int8, NULL, NULL)
-BENCH_INT8(bench_int8_ef, bench.residual + i, NULL)
-BENCH_INT8(bench_int8_st, NULL, &key)
-BENCH_INT8(bench_int8_ef_st, bench.residual + i, &key)
+BENCH_GRID(bench_int8, int8, NULL, NULL)
+BENCH_GRID(bench_int8_ef, int8, bench.residual + i, NULL)
+BENCH_GRID(bench_int8_st, int8, NULL, &key)
+BENCH_GRID(bench_int8_ef_st, int8, bench.residual + i, &key)
+BENCH_GRID(bench_int4, int4, NULL, NULL)
+BENCH_GRID(bench_int4_ef, int4, bench.residual + i, NULL)
+BENCH_GRID(bench_int4_st, int4, NULL, &key)
+BENCH_GRID(bench_int4_ef_st, int4, bench.residual + i, &key)
 
-static void bench_int8_decode(size_t i, uint32_t n)
-{
-    const uint8_t *src = bench.encoded + i / NELEMS_MAX * (NELEMS_MAX + 1024);
-    bench.k->int8_decode(src, src + 1024, n, 256, 0.5f, bench.y + i);
-}
-
-static void bench_int8_decode_add(size_t i, uint32_t n)
-{
-    const uint8_t *src = bench.encoded + i / NELEMS_MAX * (NELEMS_MAX + 1024);
-    bench.k->int8_decode_add(src, src + 1024, n, 256, 0.5f, bench.y + i);
-}
+#define BENCH_GRID_DECODE(kernel)                                                                  \
+    static void bench_##kernel(size_t i, uint32_t n)                                               \
+    {                                                                                              \
+        const uint8_t *src = bench.encoded + i / NELEMS_MAX * (NELEMS_MAX + 1024);                 \
+        bench.k->kernel(src, src + 1024, n, 256, 0.5f, bench.y + i);                               \
+    }
+BENCH_GRID_DECODE(int8_decode)
+BENCH_GRID_DECODE(int8_decode_add)
+BENCH_GRID_DECODE(int4_decode)
+BENCH_GRID_DECODE(int4_decode_add)
 
 #define BENCH_HALF(name)                                                                           \
     static void bench_##name##_encode(size_t i, uint32_t n)                                        \
@@ -564,6 +585,12 @@ static const struct {
     {"int8_encode residual stochastic", OP_int8_encode, bench_int8_ef_st, NULL},
     {"int8_decode", OP_int8_decode, bench_int8_decode, bench_int8},
     {"int8_decode_add", OP_int8_decode_add, bench_int8_decode_add, bench_int8},
+    {"int4_encode", OP_int4_encode, bench_int4, NULL},
+    {"int4_encode residual", OP_int4_encode, bench_int4_ef, NULL},
+    {"int4_encode stochastic", OP_int4_encode, bench_int4_st, NULL},
+    {"int4_encode residual stochastic", OP_int4_encode, bench_int4_ef_st, NULL},
+    {"int4_decode", OP_int4_decode, bench_int4_decode, bench_int4},
+    {"int4_decode_add", OP_int4_decode_add, bench_int4_decode_add, bench_int4},
     {"f16_encode", OP_f16_encode, bench_f16_encode, NULL},
     {"f16_encode residual", OP_f16_encode, bench_f16_encode_ef, NULL},
     {"f16_decode", OP_f16_decode, bench_f16_decode, bench_f16_encode},

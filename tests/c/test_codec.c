@@ -134,13 +134,20 @@ static void for_each_finite(void (*check)(struct tensor *t))
 
 /* ---- bounds ------------------------------------------------------------------------------ */
 
-/* The scale of element i's block, from the frame: int8 keeps the scales of a tile in front of its
- * values. */
-static double int8_scale(const struct tensor *t, uint64_t i)
+/* Levels to each side of the codecs with evenly spaced values; 0: another codec. */
+static double grid_levels(void)
+{
+    const char *name = infos[spec_now].name;
+    return strcmp(name, "int8") == 0 ? 127 : strcmp(name, "int4") == 0 ? 7 : 0;
+}
+
+/* The scale of element i's block, from the frame: the scales of a tile are in front of its values.
+ */
+static double grid_scale(const struct tensor *t, uint64_t i)
 {
     uint64_t block = block_nelems_of(spec_now), tile = i / AGC_TILE_NELEMS_MAX;
-    uint64_t tile_nbytes =
-        AGC_TILE_NELEMS_MAX + 4 * AGC_TILE_NELEMS_MAX / block; /* of a full one */
+    uint64_t values_nbytes = AGC_TILE_NELEMS_MAX / (grid_levels() > 7 ? 1 : 2);
+    uint64_t tile_nbytes = values_nbytes + 4 * AGC_TILE_NELEMS_MAX / block; /* of a full one */
     tile_nbytes = (tile_nbytes + 15) / 16 * 16;
     const uint8_t *scales = t->frame + AGC_WIRE_HEADER_NBYTES + tile * tile_nbytes;
     return (double)agc_f32_from_bits(agc_load_u32(scales + 4 * (i % AGC_TILE_NELEMS_MAX / block)));
@@ -149,7 +156,8 @@ static double int8_scale(const struct tensor *t, uint64_t i)
 /* Largest error that decoding v, element i of the tensor, may have; infinite where the format may
  * overflow.
  *
- * int8: with s = absmax / 127 exact, scale = s (1 + a), inverse = (1 + b) / s, steps = v inverse (1
+ * int8, and int4 with 7 for 127: with s = absmax / 127 exact, scale = s (1 + a), inverse = (1 + b)
+ * / s, steps = v inverse (1
  * + c) and decoded = q scale (1 + d), each of a..d at most 2^-24. steps is off v / s by at most 127
  * (|b| + |c|), q off steps by 1/2 (by 1 if stochastic), so the error is at most s (1/2 + 127 (|a| +
  * |b| + |c| + |d|)) <= scale (1/2 + 127 * 2^-22) with room for the products. In a tiny block v is
@@ -165,9 +173,10 @@ static double error_bound(const struct tensor *t, uint64_t i, double v)
         return fabs(v) >= 65520.0 ? (double)INFINITY : fmax(fabs(v) * 0x1p-11, 0x1p-25);
     if (strcmp(name, "bf16") == 0) /* 8 places; subnormals: of 2^-133 */
         return fabs(v) >= 0x1.ffp127 ? (double)INFINITY : fmax(fabs(v) * 0x1p-8, 0x1p-134);
-    if (strcmp(name, "int8") == 0)
-        return int8_scale(t, i) *
-               ((specs[spec_now].rounding == AGC_ROUNDING_STOCHASTIC ? 1.0 : 0.5) + 127 * 0x1p-22);
+    if (grid_levels() > 0)
+        return grid_scale(t, i) *
+               ((specs[spec_now].rounding == AGC_ROUNDING_STOCHASTIC ? 1.0 : 0.5) +
+                grid_levels() * 0x1p-22);
     FAIL("codec %s has no error bound here", name);
 }
 
@@ -186,14 +195,15 @@ static void test_error_is_bounded(void)
     for_each_finite(check_error_bound);
 }
 
-/* The scale is no larger than the largest magnitude asks for: absmax / 127, rounded, and one step
- * up if that was down. */
-static void test_int8_scale_is_tight(void)
+/* The scale is no larger than the largest magnitude asks for: absmax / levels, rounded, and one
+ * step up if that was down. */
+static void test_scale_is_tight(void)
 {
     test_describe = describe;
     struct tensor t = tensor_create(512);
     for (spec_now = 0; spec_now < nspecs; spec_now++) {
-        if (strcmp(infos[spec_now].name, "int8") != 0)
+        double levels = grid_levels();
+        if (levels == 0)
             continue;
         for (int v = 0; v < NVALUES_FINITE; v++) {
             values_now = (enum value_class)v;
@@ -204,9 +214,9 @@ static void test_int8_scale_is_tight(void)
                 double absmax = 0.0;
                 for (uint64_t i = first; i < t.nelems && i < first + block; i++)
                     absmax = fmax(absmax, fabs((double)t.x[i]));
-                double scale = int8_scale(&t, first);
-                CHECK_LE(scale, absmax / 127.0 * (1.0 + 0x1p-22) + 0x1p-149);
-                CHECK_LE(absmax / 127.0 * (1.0 - 0x1p-22), scale);
+                double scale = grid_scale(&t, first);
+                CHECK_LE(scale, absmax / levels * (1.0 + 0x1p-22) + 0x1p-149);
+                CHECK_LE(absmax / levels * (1.0 - 0x1p-22), scale);
             }
         }
     }
@@ -250,10 +260,10 @@ static void test_constant_block(void)
             travel(&t, spec_now, false, (uint32_t)i);
             for (uint64_t j = 0; j < t.nelems; j += 97) {
                 double c = (double)t.x[j], bound = error_bound(&t, j, c);
-                /* Every element is 127 steps, give or take roundings; a subnormal scale is rounded
-                 * up too far for that, and a stochastic rounding may take the roundings for a
-                 * fraction. */
-                if (strcmp(infos[spec_now].name, "int8") == 0 && fabs(c) > 0x1p-110 &&
+                /* Every element is the largest step, give or take roundings; a subnormal scale is
+                 * rounded up too far for that, and a stochastic rounding may take the roundings for
+                 * a fraction. */
+                if (grid_levels() > 0 && fabs(c) > 0x1p-110 &&
                     specs[spec_now].rounding == AGC_ROUNDING_NEAREST)
                     bound = fabs(c) * 0x1p-21;
                 if (bound < (double)INFINITY)
@@ -559,11 +569,10 @@ static void test_stochastic_rounding_is_unbiased(void)
     for (spec_now = 0; spec_now < nspecs; spec_now++) {
         if (specs[spec_now].rounding != AGC_ROUNDING_STOCHASTIC || block_nelems_of(spec_now) != 256)
             continue;
-        CHECK(strcmp(infos[spec_now].name, "int8") ==
-              0); /* another codec: say here what its quantum is */
+        CHECK(grid_levels() > 0); /* another codec: say here what its quantum is */
         for (int i = 0; i < NELEMS; i++)
             t.x[i] = random_unit() * 2.0f - 1.0f;
-        t.x[100] = 1.27f; /* the scale is 0.01 */
+        t.x[100] = 1.27f; /* the largest: exact */
         memset(mean, 0, 8 * NELEMS);
         memset(product, 0, 8 * NELEMS);
         for (uint32_t seed = 0; seed < NSEEDS; seed++) {
@@ -575,7 +584,7 @@ static void test_stochastic_rounding_is_unbiased(void)
                                   ((double)t.decoded[i - 1] - (double)t.x[i - 1]) / NSEEDS;
             }
         }
-        double scale = int8_scale(&t, 0), chi2 = 0.0, correlation = 0.0;
+        double scale = grid_scale(&t, 0), chi2 = 0.0, correlation = 0.0;
         for (int i = 0; i < NELEMS; i++) {
             double steps = (double)t.x[i] / scale, f = steps - floor(steps);
             double deviation = scale * sqrt(f * (1.0 - f) / NSEEDS);
@@ -612,7 +621,7 @@ static void test_stochastic_rounding_is_keyed(void)
         if (specs[spec_now].rounding != AGC_ROUNDING_STOCHASTIC)
             continue;
         for (uint64_t i = 0; i < a.nelems; i++)
-            a.x[i] = b.x[i] = i % 32 ? 0.005f : 1.27f;
+            a.x[i] = b.x[i] = i % 32 ? 1.0f : 2.0f * (float)grid_levels();
         travel(&a, spec_now, false, 1);
         travel(&b, spec_now, false, 1);
         CHECK_BYTES(a.frame, b.frame, a.frame_nbytes);
@@ -739,6 +748,8 @@ static uint64_t expected_nbytes(const struct agc_spec *spec, const char *name, u
             payload = 2 * n;
         else if (strcmp(name, "int8") == 0)
             payload = n + 4 * ((n + s.block_nelems - 1) / s.block_nelems);
+        else if (strcmp(name, "int4") == 0)
+            payload = (n + 1) / 2 + 4 * ((n + s.block_nelems - 1) / s.block_nelems);
         else
             FAIL("codec %s has no size here", name);
         nbytes += (i == 0 ? full : 1) * ((payload + 15) / 16 * 16);
@@ -851,7 +862,7 @@ int main(int argc, char **argv)
         TEST(test_halves_round_trip),
         TEST(test_halves_round_to_even),
         TEST(test_error_is_bounded),
-        TEST(test_int8_scale_is_tight),
+        TEST(test_scale_is_tight),
         TEST(test_finite_stays_finite),
         TEST(test_constant_block),
         TEST(test_zero_stays_zero),

@@ -55,12 +55,18 @@ FRAMES = {
         1000,
         {"seed": 0xFFFFFFFF, "residual": True, "checksum": True},
     ),
+    "int4": ("int4", "float32", 1001, {"residual": True}),
+    "int4-not-finite": ("int4", "float32", 1025, {"not_finite": 600}),
+    "int4-special": ("int4[block=32]", "float32", 511, {"special": True}),
+    "int4-bfloat16": ("int4", "bfloat16", 777, {}),
+    "int4-stochastic": ("int4[rounding=stochastic]", "float32", 999, {"seed": 0x12345678}),
 }
 DIGESTS = {
     "tiles-raw": ("raw", "float32", 65536 + 4097, {}),
     "tiles-fp16": ("fp16", "float32", 2 * 65536 + 1, {"residual": True}),
     "tiles-bf16": ("bf16", "float32", 2 * 65536 + 1, {"residual": True}),
     "tiles-int8": ("int8", "float32", 2 * 65536 + 1, {"residual": True}),
+    "tiles-int4": ("int4", "float32", 2 * 65536 + 1, {"residual": True}),
     "tiles-int8-stochastic": (
         "int8[rounding=stochastic]",
         "float32",

@@ -13,6 +13,7 @@ from codec_cases import TORCH_DTYPES, bits_of, tensor_of, values
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from oracles import LEVELS
 
 import agentcomm
 from agentcomm import _core, specs
@@ -77,12 +78,12 @@ def error_bound(spec, x):
     if codec.name == "bf16":
         largest = (2 - 2.0**-8) * 2.0**127
         return np.where(wide < largest, np.maximum(wide * 2.0**-8, 2.0**-134), np.inf)
-    # int8. Half a scale, or a whole one if stochastic. Five roundings to float32 lie on the way
-    # there and back, each of up to 127 scales times 2^-24, and the scale itself may be two units in
-    # the last place off where 127 times it would not be finite: 127 (5 + 4) 2^-24 < 2^-13 scales.
-    # In subnormals a rounding is 2^-150.
+    # int8, int4. Half a scale, or a whole one if stochastic. Five roundings to float32 lie on the
+    # way there and back, each of up to 127 scales times 2^-24, and the scale itself may be two
+    # units in the last place off where 127 times it would not be finite: 127 (5 + 4) 2^-24 < 2^-13
+    # scales. In subnormals a rounding is 2^-150.
     absmax = np.abs(blocks_of(x, codec.block).astype(np.float64)).max(axis=1, initial=0)
-    scale = np.repeat(absmax / 127 + 2.0**-149, codec.block)[: len(x)]
+    scale = np.repeat(absmax / LEVELS[codec.name] + 2.0**-149, codec.block)[: len(x)]
     return scale * ((0.5 if codec.rounding == "nearest" else 1) + 2.0**-13) + 2.0**-149
 
 
@@ -232,13 +233,14 @@ FRACTIONS = [0.001, 0.1, 0.25, 0.5, 0.77, 0.999]
 
 
 @pytest.mark.parametrize("spec", STOCHASTIC)
-@pytest.mark.parametrize("step", [0, 1, -1, 17, -126])
+@pytest.mark.parametrize("step", [0, 1, -1, 5, "lowest"])
 @pytest.mark.parametrize("fraction", FRACTIONS)
 def test_stochastic_rounding_is_unbiased_over_elements(spec, step, fraction):
     """A number goes up with the probability of its distance from the lower step."""
-    nelems = 60_000
+    nelems, levels = 60_000, LEVELS[specs.parse(spec).name]
+    step = 1 - levels if step == "lowest" else step
     x = torch.full((nelems,), step + fraction)
-    x[::256] = 127  # the scale is 1
+    x[::256] = levels  # the scale is 1
     frame = agentcomm.encode(x, spec, seed=12)
     back = agentcomm.decode(frame)
     others = torch.arange(nelems) % 256 != 0
@@ -264,7 +266,7 @@ def test_stochastic_rounding_is_unbiased_over_seeds(spec):
     total = torch.zeros(nelems, dtype=torch.float64)
     for seed in range(nseeds):
         agentcomm.decode(agentcomm.encode(x, spec, seed=seed), out=total, add=True)
-    scale = 4.0 / 127
+    scale = 4.0 / LEVELS[specs.parse(spec).name]
     p = torch.frac(x.double() / scale).abs()
     deviation = scale * (p * (1 - p) * nseeds).sqrt()
     # 127 roundings of 2^-24 each may shift a mean by 2^-17 scales: small against the deviation, but
@@ -280,7 +282,7 @@ def test_stochastic_rounding_is_unbiased_over_seeds(spec):
 @pytest.mark.parametrize("spec", STOCHASTIC)
 def test_draws_of_different_seeds_are_independent(spec):
     x = torch.full((60_000,), 0.5)
-    x[::256] = 127
+    x[::256] = LEVELS[specs.parse(spec).name]
     others = torch.arange(60_000) % 256 != 0
     seeds = [0, 1, 2, 3, 0x80000000, 0xFFFFFFFF]
     ups = [

@@ -290,10 +290,11 @@ def test_feedback_delivers_the_mean_in_the_long_run(name):
         frame = agentcomm.encode(gradient, name, residual=residual)
         agentcomm.decode(frame, out=delivered, add=True)
     largest = gradient.abs().max().item()
-    # int8: half a step of a block whose numbers are at most one step larger; fp16, bf16: 2^-11,
-    # 2^-8 of the number.
+    # int8, int4: half a step of a block whose numbers are at most one step larger; fp16, bf16:
+    # 2^-11, 2^-8 of the number.
     bound = {
         "int8": largest * 128 / 127 / 254,
+        "int4": largest * 8 / 7 / 14,
         "fp16": largest * 2.0**-10,
         "bf16": largest * 2.0**-7,
     }[name]
@@ -315,10 +316,11 @@ def test_stochastic_rounding_depends_on_the_seed_and_the_place(text):
     assert not torch.equal(back[1:4000], back[65537 : 65537 + 3999])  # another tile, other numbers
 
 
-def test_largest_int8_scale_is_the_oracles():
-    frame = agentcomm.encode(torch.full((4,), torch.finfo(torch.float32).max), "int8")
+@pytest.mark.parametrize("name", oracles.LEVELS)
+def test_largest_scale_is_the_oracles(name):
+    frame = agentcomm.encode(torch.full((4,), torch.finfo(torch.float32).max), name)
     scale = frame[64:68].view(torch.float32).item()
-    assert scale == oracles.largest_int8_scale()
+    assert scale == oracles.largest_scale(name)
     back = agentcomm.decode(frame)
     assert back.isfinite().all()
     assert back[0] >= torch.finfo(torch.float32).max * (1 - 2.0**-23)
@@ -343,7 +345,7 @@ def test_small_blocks_are_divided_from_the_documented_size_on(on_each_tier):
 
 
 ERROR_TABLE = re.findall(
-    r"^\| (\S+) \| ([\d.]+) \| (0\.\d+) \|$",
+    r"^\| (\S+) \| ([\d.]+) \| (\d+\.\d+) \|$",
     (Path(__file__).parents[2] / "docs" / "codecs.md").read_text(),
     re.MULTILINE,
 )
@@ -403,9 +405,9 @@ def test_table_of_codecs():
     assert {row["name"]: row["id"] for row in rows} == oracles.CODEC_IDS
     # Bits of float32 elements; a tile of 65,536 needs no padding.
     bits = {row["name"]: row["bits_per_element"] for row in rows}
-    assert bits == {"raw": 32, "fp16": 16, "bf16": 16, "int8": 8 + 32 / 256}
+    assert bits == {"raw": 32, "fp16": 16, "bf16": 16, "int8": 8 + 32 / 256, "int4": 4 + 32 / 256}
     assert [row["name"] for row in rows if row["lossless"]] == ["raw"]
-    assert [row["name"] for row in rows if row["feedback"]] == ["int8"]
+    assert [row["name"] for row in rows if row["feedback"]] == ["int8", "int4"]
     assert all(row["zero_stays_zero"] for row in rows)
 
 
@@ -549,8 +551,8 @@ F = torch.ones(100)
         ),
         (
             (F, "int9"),
-            "'int9' in spec 'int9' is no codec; there are raw, fp16, bf16, int8 (did you mean"
-            " 'int8'?)",
+            "'int9' in spec 'int9' is no codec; there are raw, fp16, bf16, int8, int4 (did you"
+            " mean 'int8' or 'int4'?)",
         ),
         ((F, 8), "a spec is a text such as 'int8' or a codec object, not int 8"),
     ],

@@ -244,7 +244,7 @@ def test_huge_claims_are_refused_before_memory_is_taken():
     assert caught.value.status == "AGC_ERR_TRUNCATED"
 
 
-LARGEST_SCALE = np.float32(oracles.largest_int8_scale()).view(np.uint32)
+LARGEST_SCALE = np.float32(oracles.largest_scale("int8")).view(np.uint32)
 
 
 @pytest.mark.parametrize(

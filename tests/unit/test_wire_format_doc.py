@@ -152,7 +152,7 @@ def test_status_codes_exist_and_are_frame_errors():
 def test_constants():
     assert f"# Wire format, version {_core.WIRE_VERSION}\n" in TEXT
     assert int(re.search(r"bits are at most (0x[0-9A-F]{8})", TEXT).group(1), 16) == np.float32(
-        oracles.largest_int8_scale()
+        oracles.largest_scale("int8")
     ).view(np.uint32)
     assert oracles.crc32c(b"123456789") == int(
         re.search(r"`123456789` it is (0x\w{8})", TEXT).group(1), 16
