@@ -1,5 +1,6 @@
 """Warnings about gradients that the hook cannot see."""
 
+import logging
 import sys
 import warnings
 import weakref
@@ -9,6 +10,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 _NSHOWN = 8
+
+
+def _warn(text: str, category: type[Warning]) -> None:
+    """Warn; where warnings are errors, log: DDP's reducer does not survive a hook that raises."""
+    try:
+        warnings.warn(text, category, stacklevel=3)
+    except Warning:
+        logging.getLogger("agentcomm").warning("%s", text)
 
 
 class FrozenParams:
@@ -52,20 +61,19 @@ class FrozenParams:
         if trained:
             self._params = []
             more = f" and {len(trained) - _NSHOWN} more" if len(trained) > _NSHOWN else ""
-            warnings.warn(
+            _warn(
                 f"DDP does not synchronise {', '.join(trained[:_NSHOWN])}{more}: frozen when it was"
                 " wrapped, so in none of its buckets, and trained now; wrap the module in a new"
                 " DistributedDataParallel and attach again",
-                stacklevel=2,
+                UserWarning,
             )
 
 
 def warn_never_called(described: str) -> None:
     """Say that a hook saw no gradient in all its life; silent where the script failed."""
     if getattr(sys, "last_type", None) is None:
-        warnings.warn(
-            f"no gradient reached {described}: the script ran no backward pass, or called the inner"
-            " module (ddp.module) where it should call the DDP, and its ranks trained apart",
+        _warn(
+            f"no gradient reached {described}: the script ran no backward pass, or it called the"
+            " inner module (ddp.module) where it should call the DDP; then its ranks trained apart",
             RuntimeWarning,
-            stacklevel=2,
         )

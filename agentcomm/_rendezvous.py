@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
-from agentcomm.errors import MismatchError, PeerError, StateError
+from agentcomm.errors import AgentCommError, MismatchError, PeerError, StateError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
@@ -92,10 +92,19 @@ def _gloo_options(timeout: timedelta) -> Any:
     """Return gloo's usual options, with two connections per pair of ranks.
 
     Each direction has its own (see tag_of in transport.cpp). Both share one event loop.
+
+    Raises:
+        StateError: an interface that GLOO_SOCKET_IFNAME names has no address.
     """
     gloo: Any = dist.ProcessGroupGloo
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    devices = [gloo.create_device(interface=name) for name in interfaces]
+    try:
+        devices = [gloo.create_device(interface=name) for name in interfaces]
+    except RuntimeError as error:
+        raise StateError(
+            f"gloo cannot use the network interfaces GLOO_SOCKET_IFNAME={','.join(interfaces)!r}:"
+            f" {str(error).splitlines()[0][:300]}; name interfaces that this machine has"
+        ) from error
     options = gloo._Options()
     options._timeout = timeout
     options._devices = [
@@ -108,15 +117,20 @@ def _gloo_options(timeout: timedelta) -> Any:
 class Meeting:
     """One attempt of all members to connect; the k-th of one rank meets the k-th of the others."""
 
-    def __init__(self, members: Members, timeout_s: float) -> None:
+    def __init__(self, members: Members, timeout_s: float, *, to_connect: bool = True) -> None:
         """Open the attempt.
 
         Args:
             members: who takes part.
             timeout_s: how long to wait for the others.
+            to_connect: False for a rank that can only say that it cannot take part.
+
+        Raises:
+            StateError: this rank cannot connect to anybody; before the attempt counts.
         """
         self.members = members
         self.timeout_s = timeout_s
+        self._gloo: Any = _gloo_options(timedelta(seconds=timeout_s)) if to_connect else None
         with _store_in_use():
             attempt = members.store.add(f"agentcomm/attempts/{members.rank}", 1)
         self.name = f"agentcomm/{members.group.group_name}/{attempt}"
@@ -185,12 +199,10 @@ class Meeting:
         """Connect the members; returns the transport, a capsule for ``_core.Engine``."""
         from agentcomm._extension import c10d
 
-        members, timeout = self.members, timedelta(seconds=self.timeout_s)
+        members = self.members
         store = PrefixStore(f"{self._prefix}/gloo", members.store)
         try:
-            backend = dist.ProcessGroupGloo(
-                store, members.rank, members.nranks, _gloo_options(timeout)
-            )
+            backend = dist.ProcessGroupGloo(store, members.rank, members.nranks, self._gloo)
         except RuntimeError as error:
             raise PeerError(
                 f"the ranks of group {members.global_ranks} could not connect within"
@@ -208,6 +220,17 @@ class Meeting:
             return c10d().open(self.name)
         finally:
             torch._C._distributed_c10d._unregister_process_group(name)
+
+
+def tell_failure(group: dist.ProcessGroup | None, error: Exception) -> None:
+    """Say in the place of this rank's settings that it cannot take part, and why."""
+    try:
+        members = members_of(group)
+    except AgentCommError:
+        return  # there is nobody to tell
+    if members.nranks > 1:
+        meeting = Meeting(members, 1.0, to_connect=False)
+        meeting.publish({"error": f"{type(error).__name__}: {error}"})
 
 
 class Notices:

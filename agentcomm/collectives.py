@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from agentcomm import _core
 from agentcomm._exchange import Exchange, check_timeout, chunk_log2_of
-from agentcomm._rendezvous import Meeting, group_timeout_s, members_of
+from agentcomm._rendezvous import Meeting, group_timeout_s, members_of, tell_failure
 from agentcomm._tensors import as_real, check_device, dtype_id
-from agentcomm.errors import SpecError
+from agentcomm.errors import SpecError, StateError
 from agentcomm.specs import Codec, parse
 from agentcomm.stats import Stats
 
@@ -51,7 +51,11 @@ class _GroupReducer:
     ) -> None:
         members = members_of(group)
         config = {"wire version": _core.WIRE_VERSION, "call": "all_reduce"}
-        meeting = Meeting(members, timeout_s or group_timeout_s(members.group))
+        try:
+            meeting = Meeting(members, timeout_s or group_timeout_s(members.group))
+        except StateError as error:
+            tell_failure(group, error)
+            raise
         self.exchange = Exchange(meeting, config, 0, chunk_log2_of(chunk_nbytes), 8)
         self.kinds: dict[tuple[Any, ...], int] = {}
         self.round = 0

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from agentcomm._bypass import FrozenParams, warn_never_called
 from agentcomm._exchange import Exchange, chunk_log2_of
 from agentcomm._options import Feedback, Names, Options
-from agentcomm._rendezvous import Meeting, Members, group_timeout_s, members_of
+from agentcomm._rendezvous import Meeting, Members, group_timeout_s, members_of, tell_failure
 from agentcomm._tensors import as_real, bucket_strides, check_device, dtype_id
-from agentcomm.errors import AgentCommError, SpecError, StateError
+from agentcomm.errors import SpecError, StateError
 from agentcomm.specs import Codec, Raw, parse, with_rounding
 from agentcomm.stats import BucketStats, Stats
 
@@ -77,6 +77,7 @@ class Handle:
         self._gradients: dict[int, int] = {}
         self._seen: set[int] = set()
         self._sparse_nbytes = 0
+        self._sparse_params: set[int] = set()  # by identity: those that bypass the core
         self._nbuckets = 0
         self._closed = False
         self._exchange: Exchange | None = None
@@ -187,6 +188,9 @@ class Handle:
             return _done_future(tensor)
         if tensor.is_sparse:
             self._sparse_nbytes += tensor._nnz() * tensor.element_size()
+            self._sparse_params.update(map(id, bucket.parameters()))
+            if last:
+                self._look_for_frozen()
             return _dense_allreduce(self._members.group, tensor)
         params = bucket.parameters()
         real = as_real(tensor)
@@ -239,7 +243,7 @@ class Handle:
         self._complete = True
         ddp = None if self._ddp is None else self._ddp()
         if ddp is not None and self._names is not None:
-            self._frozen = FrozenParams(ddp, self._names.of, self._params)
+            self._frozen = FrozenParams(ddp, self._names.of, {*self._params, *self._sparse_params})
 
     def _is_absent(self) -> bool:
         """Whether this rank has joined (torch's ``Join``) and must not count in the mean.
@@ -290,7 +294,7 @@ class Handle:
         known = self._params.get(id(param))
         if known is not None and known[0]() is param:
             return known[1]
-        if self._complete:
+        if self._complete and id(param) not in self._sparse_params:
             raise StateError(
                 "a bucket holds parameters that this state has not seen in its first round: one"
                 " HookState"
@@ -364,6 +368,7 @@ class HookState:
         self._module = module
         self._group = group
         self._handle: Handle | None = None
+        self.was_called = False
 
     @property
     def handle(self) -> Handle:
@@ -384,10 +389,17 @@ class HookState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: the handle and the group."""
-        return {"options": self.options, "_module": None, "_group": None, "_handle": None}
+        return {
+            "options": self.options,
+            "_module": None,
+            "_group": None,
+            "_handle": None,
+            "was_called": False,
+        }
 
     def exchange(self, bucket: GradBucket | _Gradient) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; connect first if need be."""
+        self.was_called = True
         handle = self._handle
         if handle is None:
             handle = self._handle = _make_handle(self.options, self._module, self._group)
@@ -440,17 +452,8 @@ def _make_handle(
         return Handle(options, module, group)
     except (SpecError, StateError, TypeError, ValueError, AttributeError) as error:
         # These come before the meeting; what comes in it, the others learn there.
-        _tell_failure(group, error)
+        tell_failure(group, error)
         raise
-
-
-def _tell_failure(group: dist.ProcessGroup | None, error: Exception) -> None:
-    try:
-        members = members_of(group)
-    except AgentCommError:
-        return  # there is nobody to tell
-    if members.nranks > 1:
-        Meeting(members, 1.0).publish({"error": f"{type(error).__name__}: {error}"})
 
 
 # The states that attach has registered, by DDP. DDP cannot unregister a hook, so a second attach
@@ -532,7 +535,7 @@ def attach(
         )
         _check_attachable(ddp, group)
     except Exception as error:  # whatever it is, the others must not wait for this rank
-        _tell_failure(ddp_group, error)
+        tell_failure(ddp_group, error)
         raise
     handle = _make_handle(options, ddp, ddp_group)
     state = _states.get(ddp)
@@ -541,7 +544,7 @@ def attach(
         ddp._comm_hooks.clear()  # a copied DDP has the first one's state there
         ddp.register_comm_hook(state, comm_hook)
         _states[ddp] = state
-        _count_forwards(ddp, state)
+        ddp.register_forward_pre_hook(_ForwardCounter(ddp, state))
         weakref.finalize(ddp, _close_state, weakref.ref(state))
     state.bind(handle)
     return handle
@@ -595,29 +598,37 @@ def _ranks(group: dist.ProcessGroup) -> object:
         return "none"
 
 
-def _count_forwards(ddp: DistributedDataParallel, state: HookState) -> None:
-    """Count the forward passes that DDP prepares a reduction for.
+class _ForwardCounter:
+    """Counts the forward passes that DDP prepares a reduction for, as a forward pre-hook.
 
     A rank that leaves out a backward pass would else pair its next one with the others' present
-    one, unnoticed.
+    one, unnoticed. A copy, pickled or not, counts nothing: it belongs to no state.
     """
-    reference, owner = weakref.ref(state), weakref.ref(ddp)
 
-    def count(module: torch.nn.Module, args: object) -> None:
-        if torch.compiler.is_compiling() or module is not owner():  # a copy has this hook too
+    def __init__(
+        self, ddp: DistributedDataParallel | None = None, state: HookState | None = None
+    ) -> None:
+        self._ddp = None if ddp is None else weakref.ref(ddp)
+        self._state = None if state is None else weakref.ref(state)
+
+    def __reduce__(self) -> tuple[type["_ForwardCounter"], tuple[()]]:
+        return _ForwardCounter, ()
+
+    def __call__(self, module: torch.nn.Module, args: object) -> None:
+        if torch.compiler.is_compiling() or self._ddp is None or module is not self._ddp():
             return
-        state = reference()
+        state = None if self._state is None else self._state()
         if state is not None and state._handle is not None and torch.is_grad_enabled():
             if getattr(module, "require_backward_grad_sync", True):
                 state._handle.count_forward()
-
-    ddp.register_forward_pre_hook(count)
 
 
 def _close_state(reference: "weakref.ref[HookState]") -> None:
     """Close when the DDP is gone, or the interpreter ends."""
     state = reference()
     if state is not None and state._handle is not None:
-        if not state._handle.closed and state._handle._nbuckets == 0:
-            warn_never_called(repr(state._handle))
+        described = repr(state._handle)
+        never_called = not state.was_called and not state._handle.closed
         state._handle.close()
+        if never_called:
+            warn_never_called(described)

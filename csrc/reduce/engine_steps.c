@@ -117,7 +117,7 @@ static enum agc_status check_frame(struct agc_engine *e, struct slot *s, uint32_
             text, sizeof text,
             "rank %u sent lane %u tiles %u+%u codec %s (%llu elements), expected lane %u tiles "
             "%u+%u codec %s (%llu elements) in round %u bucket %u: the ranks have different models "
-            "or settings",
+            "or settings (set_codec is for all ranks alike)",
             name, f.lane, f.first_tile, f.ntiles, codec_name(f.spec.codec),
             (unsigned long long)f.nelems, want.lane, want.first_tile, want.ntiles,
             codec_name(want.spec.codec), (unsigned long long)want.nelems, want.round, want.bucket);

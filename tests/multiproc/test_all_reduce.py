@@ -13,7 +13,7 @@ import agentcomm
 from agentcomm.collectives import reducer_stats
 
 # Largest error of one element, in units of the largest magnitude of its block: half a step.
-HALF_STEP = {"raw": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 0.5 / 127}
+HALF_STEP = {"raw": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 0.5 / 127, "int4": 0.5 / 7}
 
 
 def reduced(rank, nranks, codec, tensors_of_ranks, op):

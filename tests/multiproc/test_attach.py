@@ -2,9 +2,11 @@
 
 import copy
 import gc
+import io
 import os
 import pickle
 import threading
+import time
 import weakref
 
 import pytest
@@ -208,6 +210,48 @@ def steady(rank, nranks):
 def test_memory_is_steady():
     for resident in run_ranks(2, steady):
         assert resident[-1] - resident[1] < 4 << 20
+
+
+def pickled(rank, nranks):
+    """torch.save of the whole DDP, as without the hook; what is loaded has no handle."""
+    ddp, handle = wrap(mlp(64, 64), "int8")
+    step(ddp, rank, 0)
+    file = io.BytesIO()
+    torch.save(ddp, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert digest_params(loaded) == digest_params(ddp)
+    step(ddp, rank, 1)
+    return handle.stats().rounds, agentcomm.attach(loaded, "int8").stats().rounds
+
+
+def test_ddp_can_be_pickled():
+    assert run_ranks(2, pickled) == [(2, 0)] * 2
+
+
+def wrong_interface(rank, nranks, call):
+    """One rank cannot connect; the others are told at once."""
+    if rank == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    try:
+        ddp = DistributedDataParallel(mlp(8, 8))
+        began = time.monotonic()
+        argument = ddp if call == "attach" else torch.ones(5)
+        with pytest.raises(agentcomm.AgentCommError) as caught:
+            getattr(agentcomm, call)(argument, "int8")
+    finally:
+        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    assert time.monotonic() - began < 20  # the group's timeout is longer
+    agentcomm.attach(ddp, "int8").close()  # and the next attempt meets
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["attach", "all_reduce"])
+def test_rank_without_its_interface_tells_the_others(call):
+    (first, text), (second, own) = run_ranks(2, wrong_interface, call)
+    assert (first, second) == ("MismatchError", "StateError")
+    assert "rank 1 could not attach: StateError: gloo cannot use the network interfaces" in text
+    assert "GLOO_SOCKET_IFNAME='nosuch0'" in own
 
 
 def copied(rank, nranks):
@@ -481,7 +525,8 @@ def complex_model(rank, nranks, codec):
     error = (weight.grad - mean).abs().max() / mean.abs().max()
     assert weight.grad.imag.abs().max() > 0.1 * mean.abs().max()
     # int8: half a step of each rank's block, twice since the residual of the last round is added.
-    assert error <= {"raw": 1e-6, "fp16": 2e-3, "bf16": 2e-2, "int8": 3e-2}[codec]
+    bounds = {"raw": 1e-6, "fp16": 2e-3, "bf16": 2e-2, "int8": 3e-2, "int4": 3e-2 * 127 / 7}
+    assert error <= bounds[codec]
     assert handle.residual(weight).shape == (40, 40, 2)
     return digest([weight.grad])
 

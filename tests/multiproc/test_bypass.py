@@ -1,5 +1,6 @@
 """Gradients that the hook cannot see: they are as in plain DDP, and the script is told."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -72,6 +73,61 @@ def test_ignored_parameters_are_not_reported():
     assert weight != other[1]
 
 
+class TwoTables(nn.Module):
+    """Sparse gradients beside dense ones; the head is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 16, sparse=True)
+        self.middle = nn.Linear(16, 16)
+        self.head = nn.Linear(16, 1).requires_grad_(False)
+
+    def forward(self, rows):
+        return self.head(self.middle(self.table(rows)))
+
+
+def sparse_and_frozen(rank, nranks):
+    ddp, _ = wrap(TwoTables(), "int8", min_compress_nelems=1)
+    messages = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(6):
+            if step == 3:
+                ddp.module.head.requires_grad_(True)
+            ddp.zero_grad()
+            ddp(torch.arange(rank, rank + 8)).square().mean().backward()
+            messages += [(step, str(w.message)) for w in caught]
+            caught.clear()
+    return messages
+
+
+def test_sparse_parameters_are_not_taken_for_frozen():
+    for ((step, message),) in run_ranks(2, sparse_and_frozen):
+        assert step == 3
+        assert "head.weight, head.bias:" in message
+
+
+def warnings_as_errors(rank, nranks):
+    """The hook does not raise: DDP's reducer would not survive it."""
+    model = mlp(16, 24, 16)
+    model[0].requires_grad_(False)
+    ddp, handle = wrap(model, "int8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(4):
+            model[0].requires_grad_(step > 1)
+            ddp(batch(rank, step, 16)).square().mean().backward()
+        idle, never_called = wrap(mlp(16, 16), "int8")
+        del idle
+        gc.collect()
+    return handle.stats().rounds, never_called.closed
+
+
+def test_warnings_as_errors_break_nothing():
+    assert run_ranks(2, warnings_as_errors) == [(4, True)] * 2
+
+
 def gradient_penalty(rank, nranks, spec):
     """A loss of gradients: autograd.grad inside, which DDP does not reduce, then backward."""
     ddp, _ = wrap(mlp(16, 24, 1), spec)
@@ -110,6 +166,7 @@ def test_pc_017_hook_that_was_never_called_is_reported_at_exit():
     assert status == 0
     assert stderr.count("no gradient reached <agentcomm.Handle") == 2  # once per rank
     assert "ddp.module" in stderr
+    assert "Traceback" not in stderr
 
 
 def test_hook_that_was_called_is_not_reported():

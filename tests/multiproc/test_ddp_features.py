@@ -161,7 +161,7 @@ def branch_of_the_rank(rank, nranks, codec):
 
 
 # Largest error of an element, in units of its block's largest: half a step.
-HALF_STEP = {"raw": 2.0**-22, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 0.5 / 127}
+HALF_STEP = {"raw": 2.0**-22, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 0.5 / 127, "int4": 0.5 / 7}
 
 
 @pytest.mark.parametrize("nranks", [2, 3])
