@@ -53,6 +53,11 @@ static inline uint64_t agc_min_u64(uint64_t a, uint64_t b)
     return a < b ? a : b;
 }
 
+static inline uint64_t agc_max_u64(uint64_t a, uint64_t b)
+{
+    return a > b ? a : b;
+}
+
 static inline uint32_t agc_log2_u32(uint32_t x)
 {
     uint32_t n = 0;

@@ -56,10 +56,14 @@ static uint32_t absmax_bits(const float *x, const float *residual, uint32_t nele
     return max;
 }
 
-/* The steps of one block, a byte each. */
+/* The scale and the steps, a byte each, of one block of int8 or int4. */
 static void grid_encode(const float *x, float *residual, uint32_t nelems, const struct agc_rng *rng,
-                        uint32_t first, struct agc_grid grid, uint8_t *q)
+                        uint32_t first, float levels, uint32_t scale_max_bits, uint8_t *scale,
+                        uint8_t *q)
 {
+    struct agc_grid grid =
+        agc_grid_from_absmax(absmax_bits(x, residual, nelems), levels, scale_max_bits);
+    agc_store_u32(scale, agc_f32_bits(grid.scale));
     if (AGC_UNLIKELY(!grid.finite))
         memset(q, 0, nelems); /* the residual stays as it was: what is lost with this round is the
                                  gradient alone */
@@ -72,32 +76,33 @@ static void grid_encode(const float *x, float *residual, uint32_t nelems, const 
 void agc_int8_encode_c(const float *x, float *residual, uint32_t nelems, uint32_t block_nelems,
                        const struct agc_rng *rng, uint8_t *scales, uint8_t *q)
 {
-    for (uint32_t first = 0; first < nelems; first += block_nelems, scales += 4) {
-        uint32_t n = agc_min_u32(block_nelems, nelems - first);
-        float *owed = residual ? residual + first : NULL;
-        struct agc_grid grid = agc_grid_from_absmax(absmax_bits(x + first, owed, n),
-                                                    AGC_INT8_LEVELS, AGC_INT8_SCALE_MAX_BITS);
-        agc_store_u32(scales, agc_f32_bits(grid.scale));
-        grid_encode(x + first, owed, n, rng, first, grid, q + first);
+    for (uint32_t first = 0; first < nelems; first += block_nelems, scales += 4)
+        grid_encode(x + first, residual ? residual + first : NULL,
+                    agc_min_u32(block_nelems, nelems - first), rng, first, AGC_INT8_LEVELS,
+                    AGC_INT8_SCALE_MAX_BITS, scales, q + first);
+}
+
+/* out = steps times scales, or out += that. */
+static void int8_decode(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
+                        uint32_t block_nelems, float weight, float *out, bool add)
+{
+    for (uint32_t i = 0; i < nelems; i++) {
+        float scale = agc_f32_from_bits(agc_load_u32(scales + 4 * (i / block_nelems))) * weight;
+        float v = (float)(int8_t)q[i] * scale;
+        out[i] = add ? agc_acc_add(out[i], v) : v;
     }
 }
 
 void agc_int8_decode_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
                        uint32_t block_nelems, float weight, float *out)
 {
-    for (uint32_t i = 0; i < nelems; i++) {
-        float scale = agc_f32_from_bits(agc_load_u32(scales + 4 * (i / block_nelems))) * weight;
-        out[i] = (float)(int8_t)q[i] * scale;
-    }
+    int8_decode(scales, q, nelems, block_nelems, weight, out, false);
 }
 
 void agc_int8_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
                            uint32_t block_nelems, float weight, float *out)
 {
-    for (uint32_t i = 0; i < nelems; i++) {
-        float scale = agc_f32_from_bits(agc_load_u32(scales + 4 * (i / block_nelems))) * weight;
-        out[i] = agc_acc_add(out[i], (float)(int8_t)q[i] * scale);
-    }
+    int8_decode(scales, q, nelems, block_nelems, weight, out, true);
 }
 
 void agc_int4_pack_tail(const uint8_t *q, uint32_t nelems, uint32_t begin, uint8_t *dst)
@@ -125,12 +130,21 @@ void agc_int4_encode_c(const float *x, float *residual, uint32_t nelems, uint32_
     uint8_t steps[AGC_BLOCK_NELEMS_MAX];
     for (uint32_t first = 0; first < nelems; first += block_nelems, scales += 4) {
         uint32_t n = agc_min_u32(block_nelems, nelems - first);
-        float *owed = residual ? residual + first : NULL;
-        struct agc_grid grid = agc_grid_from_absmax(absmax_bits(x + first, owed, n),
-                                                    AGC_INT4_LEVELS, AGC_INT4_SCALE_MAX_BITS);
-        agc_store_u32(scales, agc_f32_bits(grid.scale));
-        grid_encode(x + first, owed, n, rng, first, grid, steps);
+        grid_encode(x + first, residual ? residual + first : NULL, n, rng, first, AGC_INT4_LEVELS,
+                    AGC_INT4_SCALE_MAX_BITS, scales, steps);
         agc_int4_pack_tail(steps, n, 0, q);
+        q += (n + 1) / 2;
+    }
+}
+
+static void int4_decode(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
+                        uint32_t block_nelems, float weight, float *out, bool add)
+{
+    uint8_t steps[AGC_BLOCK_NELEMS_MAX];
+    for (uint32_t first = 0; first < nelems; first += block_nelems, scales += 4) {
+        uint32_t n = agc_min_u32(block_nelems, nelems - first);
+        agc_int4_unpack_tail(q, n, 0, steps);
+        int8_decode(scales, steps, n, block_nelems, weight, out + first, add);
         q += (n + 1) / 2;
     }
 }
@@ -138,25 +152,13 @@ void agc_int4_encode_c(const float *x, float *residual, uint32_t nelems, uint32_
 void agc_int4_decode_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
                        uint32_t block_nelems, float weight, float *out)
 {
-    uint8_t steps[AGC_BLOCK_NELEMS_MAX];
-    for (uint32_t first = 0; first < nelems; first += block_nelems, scales += 4) {
-        uint32_t n = agc_min_u32(block_nelems, nelems - first);
-        agc_int4_unpack_tail(q, n, 0, steps);
-        agc_int8_decode_c(scales, steps, n, block_nelems, weight, out + first);
-        q += (n + 1) / 2;
-    }
+    int4_decode(scales, q, nelems, block_nelems, weight, out, false);
 }
 
 void agc_int4_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
                            uint32_t block_nelems, float weight, float *out)
 {
-    uint8_t steps[AGC_BLOCK_NELEMS_MAX];
-    for (uint32_t first = 0; first < nelems; first += block_nelems, scales += 4) {
-        uint32_t n = agc_min_u32(block_nelems, nelems - first);
-        agc_int4_unpack_tail(q, n, 0, steps);
-        agc_int8_decode_add_c(scales, steps, n, block_nelems, weight, out + first);
-        q += (n + 1) / 2;
-    }
+    int4_decode(scales, q, nelems, block_nelems, weight, out, true);
 }
 
 /* The three kernels of a 16-bit format differ in the two conversions alone. */

@@ -77,27 +77,23 @@ static bool job_has_chunk(const struct agc_engine *e, struct job *job)
 static void count_done(struct agc_engine *e, const struct job *job)
 {
     struct agc_engine_stats *b = &job->bucket->stats;
-    uint64_t nbytes = job->bucket->nelems * agc_dtype_nbytes(job->bucket->dtype), t = now_ns();
+    uint64_t elem_nbytes = agc_dtype_nbytes(job->bucket->dtype), t = now_ns();
+    uint64_t nbytes = job->bucket->nelems * elem_nbytes;
     uint64_t dense_nbytes = nbytes * 2 * (e->nranks - 1) / e->nranks;
     b->nrounds++;
     b->nbuckets++;
     b->dense_nbytes += dense_nbytes;
     e->stats.nbuckets++;
     e->stats.dense_nbytes += dense_nbytes;
+    struct round_measure *m = &e->measured;
+    m->nbytes += nbytes;
+    m->encoded_nbytes += job->bucket->encoded_nbytes;
+    m->lane_nbytes_max =
+        agc_max_u64(m->lane_nbytes_max, job->bucket->lane_nelems_max * elem_nbytes);
     /* Time with an exchange under way: buckets overlap, and between them backward may take its
      * time. */
-    e->measured.nbytes += nbytes;
-    e->measured.total_ns += t - (job->started_ns > e->done_ns ? job->started_ns : e->done_ns);
+    m->total_ns += t - agc_max_u64(job->started_ns, e->done_ns);
     e->done_ns = t;
-    for (uint32_t i = 0; i < job->bucket->nlanes; i++) {
-        const struct agc_lane_plan *plan = &job->bucket->lanes[i].plan;
-        uint64_t lane_nbytes = plan->nelems * agc_dtype_nbytes(plan->dtype);
-        if (lane_nbytes > e->measured.lane_nbytes_max)
-            e->measured.lane_nbytes_max = lane_nbytes;
-        if (plan->nelems > 0)
-            e->measured.encoded_nbytes +=
-                agc_tiles_nbytes(&plan->spec, plan->dtype, plan->nelems, plan->tile_nelems);
-    }
 }
 
 /* Hands the oldest job back. */
@@ -501,8 +497,13 @@ static enum agc_status bucket_create(struct agc_engine *e, uint32_t index, uint3
                                e->nranks, e->rank, &e->config.alloc);
         if (status != AGC_OK)
             break;
+        const struct agc_lane_plan *plan = &b->lanes[i].plan;
         b->nlanes++;
-        b->nelems += b->lanes[i].plan.nelems;
+        b->nelems += plan->nelems;
+        b->lane_nelems_max = agc_max_u64(b->lane_nelems_max, plan->nelems);
+        if (plan->nelems > 0)
+            b->encoded_nbytes +=
+                agc_tiles_nbytes(&plan->spec, dtype, plan->nelems, plan->tile_nelems);
     }
     if (b->lanes && nlanes == 0)
         status = AGC_OK;

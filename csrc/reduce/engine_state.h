@@ -29,6 +29,8 @@ struct bucket {
     uint32_t nlanes;
     struct agc_lane *lanes;
     uint64_t nelems;
+    uint64_t encoded_nbytes;
+    uint64_t lane_nelems_max;
     struct agc_engine_stats stats;     /* the progress thread's */
     struct agc_engine_stats published; /* as of the last bucket that was done, under the mutex */
 };
@@ -82,7 +84,7 @@ struct watched {
 struct round_measure {
     uint64_t nbytes; /* dense */
     uint64_t encoded_nbytes;
-    uint64_t lane_nbytes_max;
+    uint64_t lane_nbytes_max; /* dense, of the largest */
     uint64_t codec_ns;
     uint64_t total_ns;  /* with an exchange under way */
     uint64_t period_ns; /* to the next round */
