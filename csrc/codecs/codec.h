@@ -1,8 +1,9 @@
 /* codec.h: what a codec is. A codec turns one tile of numbers into a payload of fixed length and
  * back.
  *
- * Numbers enter and leave in the *work type*: float, but double for the lossless codec on
- * AGC_DTYPE_F64. Codecs hold no intrinsics: they lay out the payload and call kernels.
+ * Numbers enter and leave in any data type; arithmetic is in the *work type*: float, but double for
+ * the lossless codec on AGC_DTYPE_F64. Codecs hold no intrinsics: they lay out the payload and call
+ * kernels.
  */
 #ifndef AGC_CODEC_H
 #define AGC_CODEC_H
@@ -17,6 +18,7 @@ struct agc_tile {
     uint32_t dtype;       /* of the bucket or tensor */
     uint32_t nelems;      /* 1..AGC_TILE_NELEMS_MAX */
     struct agc_rng rng;
+    float *scratch; /* AGC_SCRATCH_NELEMS, for codecs that need more than the stack should give */
 };
 
 struct agc_codec {
@@ -28,13 +30,16 @@ struct agc_codec {
     /* Bytes of a tile's payload before padding: a pure function of its arguments. */
     uint64_t (*payload_nbytes)(const struct agc_spec *spec, uint32_t dtype, uint32_t nelems);
 
-    /* Writes payload_nbytes bytes. residual: NULL or floats added before encoding, the loss
-     * afterwards; where the numbers are not finite it stays as it was. */
-    void (*encode)(const struct agc_tile *tile, const void *x, float *residual, uint8_t *dst);
+    /* Writes payload_nbytes bytes. x: elements of x_dtype, at any address; x_dtype is the tile's,
+     * or the work type. residual: NULL or floats added before encoding, the loss afterwards; where
+     * the numbers are not finite it stays as it was. */
+    void (*encode)(const struct agc_tile *tile, const void *x, uint32_t x_dtype, float *residual,
+                   uint8_t *dst);
 
-    /* out = weight * decoded, out += weight * decoded. Safe on any bytes. */
-    void (*decode)(const struct agc_tile *tile, const uint8_t *src, double weight, void *out);
-    void (*decode_add)(const struct agc_tile *tile, const uint8_t *src, double weight, void *out);
+    /* out = weight * decoded, or out += weight * decoded. out: elements of out_dtype, which may be
+     * any, at any address. Safe on any bytes. */
+    void (*decode)(const struct agc_tile *tile, const uint8_t *src, double weight, bool add,
+                   void *out, uint32_t out_dtype);
 
     /* AGC_ERR_PAYLOAD for bytes that encode never writes. */
     enum agc_status (*validate)(const struct agc_tile *tile, const uint8_t *src);
@@ -54,14 +59,15 @@ uint64_t agc_tile_nbytes(const struct agc_spec *spec, uint32_t dtype, uint32_t n
 uint64_t agc_tiles_nbytes(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems,
                           uint32_t tile_nelems);
 
-/* The work type is double. */
-static inline bool agc_tile_is_f64(const struct agc_codec *codec, uint32_t dtype)
+/* The data type of the arithmetic on a bucket of dtype. */
+static inline uint32_t agc_work_dtype(const struct agc_codec *codec, uint32_t dtype)
 {
-    return (codec->flags & AGC_CODEC_LOSSLESS) != 0 && dtype == AGC_DTYPE_F64;
+    bool f64 = (codec->flags & AGC_CODEC_LOSSLESS) != 0 && dtype == AGC_DTYPE_F64;
+    return f64 ? AGC_DTYPE_F64 : AGC_DTYPE_F32;
 }
 
 /* Encode, then zero the padding. */
 void agc_tile_encode(const struct agc_codec *codec, const struct agc_tile *tile, const void *x,
-                     float *residual, uint8_t *dst);
+                     uint32_t x_dtype, float *residual, uint8_t *dst);
 
 #endif /* AGC_CODEC_H */

@@ -46,20 +46,15 @@ enum agc_status agc_frame_nbytes(const struct agc_spec *spec, uint32_t dtype, ui
 
 /* Tile t of a frame. */
 static struct agc_tile frame_tile(const struct agc_kernels *k, const struct agc_frame *f,
-                                  uint64_t first_elem)
+                                  uint64_t first_elem, float *scratch)
 {
     return (struct agc_tile){.kernels = k,
                              .spec = f->spec,
                              .dtype = f->dtype,
                              .nelems =
                                  (uint32_t)agc_min_u64(f->tile_nelems, f->nelems - first_elem),
-                             .rng = agc_rng_key(f->seed, f->round, f->bucket, f->lane, first_elem)};
-}
-
-/* Kernels take floats in place; from an odd address they go through scratch. */
-static bool is_float_aligned(const void *p)
-{
-    return (uintptr_t)p % sizeof(float) == 0;
+                             .rng = agc_rng_key(f->seed, f->round, f->bucket, f->lane, first_elem),
+                             .scratch = scratch};
 }
 
 enum agc_status agc_encode(const struct agc_spec *spec, const void *src, uint32_t dtype,
@@ -76,26 +71,13 @@ enum agc_status agc_encode(const struct agc_spec *spec, const void *src, uint32_
     agc_header_write(k, &f, dst);
 
     const struct agc_codec *codec = agc_codec_find(f.spec.codec);
-    bool lossless = (codec->flags & AGC_CODEC_LOSSLESS) != 0;
     uint32_t elem_nbytes = agc_dtype_nbytes(dtype);
     uint8_t *payload = dst + AGC_WIRE_HEADER_NBYTES;
     for (uint64_t first = 0; first < nelems; first += f.tile_nelems) {
-        struct agc_tile tile = frame_tile(k, &f, first);
-        const uint8_t *x = (const uint8_t *)src + first * elem_nbytes;
-        float *tile_residual = residual ? residual + first : NULL;
-        uint64_t nbytes = agc_tile_nbytes(&f.spec, dtype, tile.nelems);
-        if (lossless && !residual) { /* the bits themselves, whatever NaNs they hold */
-            uint64_t x_nbytes = (uint64_t)tile.nelems * elem_nbytes;
-            memcpy(payload, x, x_nbytes);
-            memset(payload + x_nbytes, 0, nbytes - x_nbytes);
-        } else if ((dtype == AGC_DTYPE_F32 && is_float_aligned(x)) ||
-                   agc_tile_is_f64(codec, dtype)) {
-            agc_tile_encode(codec, &tile, x, tile_residual, payload);
-        } else {
-            agc_elements_load(k, dtype, x, tile.nelems, scratch);
-            agc_tile_encode(codec, &tile, scratch, tile_residual, payload);
-        }
-        payload += nbytes;
+        struct agc_tile tile = frame_tile(k, &f, first, scratch);
+        agc_tile_encode(codec, &tile, (const uint8_t *)src + first * elem_nbytes, dtype,
+                        residual ? residual + first : NULL, payload);
+        payload += agc_tile_nbytes(&f.spec, dtype, tile.nelems);
     }
     if (checksum)
         agc_store_u32(payload, k->crc32c(0, dst + AGC_WIRE_HEADER_NBYTES, f.payload_nbytes));
@@ -123,54 +105,6 @@ enum agc_status agc_frame_parse(const uint8_t *src, uint64_t nbytes, struct agc_
     return AGC_OK;
 }
 
-/* Decodes one tile into elements of out_dtype. */
-static void decode_tile(const struct agc_codec *codec, const struct agc_tile *tile,
-                        const uint8_t *src, bool add, uint32_t out_dtype, float *scratch,
-                        uint8_t *out)
-{
-    uint32_t out_nbytes = agc_dtype_nbytes(out_dtype);
-    bool f64 = agc_tile_is_f64(codec, tile->dtype);
-    if (!add && out_dtype == tile->dtype &&
-        codec->flags & AGC_CODEC_LOSSLESS) { /* to the bit, as in agc_encode */
-        memcpy(out, src, (size_t)tile->nelems * out_nbytes);
-        return;
-    }
-    if (f64 ? out_dtype == AGC_DTYPE_F64 : out_dtype == AGC_DTYPE_F32 && is_float_aligned(out)) {
-        (add ? codec->decode_add : codec->decode)(tile, src, 1.0, out);
-        return;
-    }
-    if (f64) { /* doubles into a narrower tensor: a few at a time through the stack */
-        for (uint32_t i = 0; i < tile->nelems; i++) {
-            uint8_t *dst = out + (size_t)i * out_nbytes;
-            float x, sum;
-            agc_elements_load(tile->kernels, AGC_DTYPE_F64, src + 8 * (size_t)i, 1, &x);
-            if (add) {
-                agc_elements_load(tile->kernels, out_dtype, dst, 1, &sum);
-                x = agc_acc_add(sum, x);
-            }
-            agc_elements_store(tile->kernels, out_dtype, &x, 1, dst);
-        }
-        return;
-    }
-    if (add && out_dtype == AGC_DTYPE_F64) { /* the sum keeps the 53 bits of what is there */
-        codec->decode(tile, src, 1.0, scratch);
-        for (uint32_t i = 0; i < tile->nelems; i++) {
-            double sum;
-            memcpy(&sum, out + 8 * (size_t)i, 8);
-            sum = agc_acc_add_f64(sum, (double)scratch[i]);
-            memcpy(out + 8 * (size_t)i, &sum, 8);
-        }
-        return;
-    }
-    if (add) {
-        agc_elements_load(tile->kernels, out_dtype, out, tile->nelems, scratch);
-        codec->decode_add(tile, src, 1.0, scratch);
-    } else {
-        codec->decode(tile, src, 1.0, scratch);
-    }
-    agc_elements_store(tile->kernels, out_dtype, scratch, tile->nelems, out);
-}
-
 enum agc_status agc_decode(const uint8_t *src, uint64_t nbytes, void *out, uint32_t out_dtype,
                            uint64_t nelems, bool add, float *scratch)
 {
@@ -191,15 +125,14 @@ enum agc_status agc_decode(const uint8_t *src, uint64_t nbytes, void *out, uint3
     /* All of it is checked before any of it is written: a damaged frame leaves out as it was. */
     const uint8_t *payload = first_payload;
     for (uint64_t first = 0; first < nelems; first += f.tile_nelems) {
-        struct agc_tile tile = frame_tile(k, &f, first);
+        struct agc_tile tile = frame_tile(k, &f, first, scratch);
         AGC_TRY(codec->validate(&tile, payload));
         payload += agc_tile_nbytes(&f.spec, f.dtype, tile.nelems);
     }
     payload = first_payload;
     for (uint64_t first = 0; first < nelems; first += f.tile_nelems) {
-        struct agc_tile tile = frame_tile(k, &f, first);
-        decode_tile(codec, &tile, payload, add, out_dtype, scratch,
-                    (uint8_t *)out + first * out_nbytes);
+        struct agc_tile tile = frame_tile(k, &f, first, scratch);
+        codec->decode(&tile, payload, 1.0, add, (uint8_t *)out + first * out_nbytes, out_dtype);
         payload += agc_tile_nbytes(&f.spec, f.dtype, tile.nelems);
     }
     return AGC_OK;

@@ -71,9 +71,9 @@ uint64_t agc_tiles_nbytes(const struct agc_spec *spec, uint32_t dtype, uint64_t 
 }
 
 void agc_tile_encode(const struct agc_codec *codec, const struct agc_tile *tile, const void *x,
-                     float *residual, uint8_t *dst)
+                     uint32_t x_dtype, float *residual, uint8_t *dst)
 {
     uint64_t nbytes = codec->payload_nbytes(&tile->spec, tile->dtype, tile->nelems);
-    codec->encode(tile, x, residual, dst);
+    codec->encode(tile, x, x_dtype, residual, dst);
     memset(dst + nbytes, 0, agc_round_up(nbytes, AGC_PAYLOAD_ALIGN_NBYTES) - nbytes);
 }

@@ -44,6 +44,13 @@ AGC_HD struct agc_rng agc_rng_key(uint32_t seed, uint32_t round, uint32_t bucket
     return rng;
 }
 
+/* The key with which element i draws what element first + i draws with this one. */
+AGC_HD struct agc_rng agc_rng_skip(struct agc_rng rng, uint32_t first)
+{
+    rng.key0 += first * AGC_RNG_STEP;
+    return rng;
+}
+
 /* Random bits of element i of the tile. */
 AGC_HD uint32_t agc_rng_at(struct agc_rng rng, uint32_t i)
 {

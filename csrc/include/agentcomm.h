@@ -136,8 +136,9 @@ AGC_NODISCARD enum agc_status agc_frame_nbytes(const struct agc_spec *spec, uint
                                                uint64_t nelems, bool checksum,
                                                uint64_t *nbytes_ret);
 
-/* Floats of scratch that agc_encode and agc_decode need. */
-#define AGC_SCRATCH_NELEMS 65536
+/* Floats of scratch that agc_encode and agc_decode need: four tiles, and room behind each for a
+ * vector. */
+#define AGC_SCRATCH_NELEMS (4 * (65536 + 16))
 
 /* Encodes nelems elements of src (no alignment needed) into one self-describing frame.
  * residual: NULL, or nelems floats that are added to src before encoding and hold the loss

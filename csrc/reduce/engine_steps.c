@@ -336,11 +336,12 @@ static void average_tile(struct agc_engine *e, const struct slot *s,
         own = s->in_contribution[e->rank] + AGC_WIRE_HEADER_NBYTES + offset;
     uint32_t ncounted = s->nabsent < e->nranks ? e->nranks - s->nabsent : e->nranks;
     double weight = s->job->bucket->sum ? 1.0 : 1.0 / (double)ncounted;
+    uint32_t work_dtype = agc_work_dtype(s->lane->codec, tile->dtype);
     for (uint32_t i = 0; i < e->nranks; i++) {
         uint32_t rank = own_first ? (e->rank + i) % 2 : i;
         const uint8_t *src =
             rank == e->rank ? own : s->in_contribution[rank] + AGC_WIRE_HEADER_NBYTES + offset;
-        (i == 0 ? s->lane->codec->decode : s->lane->codec->decode_add)(tile, src, weight, out);
+        s->lane->codec->decode(tile, src, weight, i > 0, out, work_dtype);
     }
 }
 
@@ -366,9 +367,10 @@ enum agc_status agc_engine_reduce(struct agc_engine *e)
     for (uint32_t i = 0; i < own.ntiles; i++) {
         uint64_t t = own.first_tile + (uint64_t)i * own.step;
         struct agc_tile tile = agc_lane_tile(s->lane, &c, t);
-        void *out = agc_lane_tile_out(s->lane, &c, t);
         if (s->lane->plan.direct) {
-            average_tile(e, s, &c, &tile, t, offset, out);
+            void *mean = agc_lane_sum(s->lane, &c, t);
+            average_tile(e, s, &c, &tile, t, offset, mean);
+            agc_lane_sum_put(s->lane, &c, t, mean);
         } else {
             /* The owner keeps the decoded mean, as everybody else will, and never the exact one:
              * replicas must not drift. */
@@ -376,9 +378,8 @@ enum agc_status agc_engine_reduce(struct agc_engine *e)
             void *mean = agc_lane_mean(s->lane, &c, result);
             average_tile(e, s, &c, &tile, t, offset, mean);
             agc_lane_encode_mean(s->lane, &c, t, mean, result);
-            s->lane->codec->decode(&tile, result, 1.0, out);
+            agc_lane_decode(s->lane, &c, t, &tile, result);
         }
-        agc_lane_tile_put(s->lane, &c, t, out);
         offset += agc_tile_nbytes(&tile.spec, tile.dtype, tile.nelems);
     }
     count_decode(e, s->job, began);
@@ -410,9 +411,7 @@ enum agc_status agc_engine_close(struct agc_engine *e)
             for (uint32_t j = 0; j < m.ntiles; j++) {
                 uint64_t t = m.first_tile + (uint64_t)j * m.step;
                 struct agc_tile tile = agc_lane_tile(s->lane, &c, t);
-                void *out = agc_lane_tile_out(s->lane, &c, t);
-                s->lane->codec->decode(&tile, src, 1.0, out);
-                agc_lane_tile_put(s->lane, &c, t, out);
+                agc_lane_decode(s->lane, &c, t, &tile, src);
                 src += agc_tile_nbytes(&tile.spec, tile.dtype, tile.nelems);
             }
             count_decode(e, s->job, began);

@@ -155,18 +155,24 @@ struct agc_tile agc_lane_tile(const struct agc_lane *lane, const struct agc_lane
         .nelems = agc_plan_tile_nelems(&lane->plan, t),
         .rng = agc_rng_key(c->seed, c->round, c->bucket_index, lane->index,
                            t * lane->plan.tile_nelems),
+        .scratch = c->scratch->codec,
     };
+}
+
+static uint32_t work_dtype(const struct agc_lane *lane)
+{
+    return agc_work_dtype(lane->codec, lane->plan.dtype);
 }
 
 /* The bucket holds the work type. */
 static bool is_work_dtype(const struct agc_lane *lane)
 {
-    return lane->plan.dtype == AGC_DTYPE_F32 || agc_tile_is_f64(lane->codec, lane->plan.dtype);
+    return lane->plan.dtype == work_dtype(lane);
 }
 
 static size_t work_nbytes(const struct agc_lane *lane)
 {
-    return agc_tile_is_f64(lane->codec, lane->plan.dtype) ? sizeof(double) : sizeof(float);
+    return agc_dtype_nbytes(work_dtype(lane));
 }
 
 /* Copies a run from the bucket into the work type. */
@@ -181,6 +187,14 @@ static void run_load(const struct agc_lane *lane, const struct agc_lane_context 
         agc_elements_load(c->kernels, lane->plan.dtype, src, r->nelems, (float *)x + r->tile_elem);
 }
 
+/* Where the bucket holds tile t, if it lies there in one piece; else NULL. */
+static void *whole_tile(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t)
+{
+    struct run r = run_first(lane, t);
+    bool whole = r.nelems == agc_plan_tile_nelems(&lane->plan, t);
+    return whole ? bucket_at(lane, c, r.bucket_elem) : NULL;
+}
+
 /* The lane's encoding is the bucket's own bytes. */
 static bool is_verbatim(const struct agc_lane *lane)
 {
@@ -190,9 +204,7 @@ static bool is_verbatim(const struct agc_lane *lane)
 const uint8_t *agc_lane_payload(const struct agc_lane *lane, const struct agc_lane_context *c,
                                 uint64_t t)
 {
-    struct run r = run_first(lane, t);
-    bool whole = r.nelems == agc_plan_tile_nelems(&lane->plan, t);
-    return is_verbatim(lane) && whole ? bucket_at(lane, c, r.bucket_elem) : NULL;
+    return is_verbatim(lane) ? whole_tile(lane, c, t) : NULL;
 }
 
 /* Puts the residual of a run into scratch: zeros for a run that is not live or has none (NULL). */
@@ -254,11 +266,7 @@ void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, ui
     void *x = c->scratch->x;
     if (r.nelems == tile.nelems) { /* one piece: in place */
         float *residual = c->params[r.piece->param].residual;
-        if (is_work_dtype(lane))
-            x = bucket_at(lane, c, r.bucket_elem);
-        else
-            run_load(lane, c, &r, x);
-        agc_tile_encode(lane->codec, &tile, x,
+        agc_tile_encode(lane->codec, &tile, bucket_at(lane, c, r.bucket_elem), lane->plan.dtype,
                         residual && r.piece->live ? residual + r.piece_elem : NULL, dst);
         return;
     }
@@ -275,7 +283,7 @@ void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, ui
                           r.nelems, r.piece->live);
         }
     } while (run_next(&r, tile.nelems));
-    agc_tile_encode(lane->codec, &tile, x, scratch_residual, dst);
+    agc_tile_encode(lane->codec, &tile, x, work_dtype(lane), scratch_residual, dst);
     if (!scratch_residual)
         return;
     r = first;
@@ -308,7 +316,7 @@ void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *
         return;
     }
     if (!lane->owner_residual) {
-        agc_tile_encode(lane->codec, &tile, mean, NULL, dst);
+        agc_tile_encode(lane->codec, &tile, mean, work_dtype(lane), NULL, dst);
         return;
     }
     /* A parameter used by no rank has a mean of zeros. DDP throws its result away, so the residual
@@ -324,7 +332,7 @@ void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *
         all_live &= live;
     } while (run_next(&r, tile.nelems));
     if (all_live || !any_live) {
-        agc_tile_encode(lane->codec, &tile, x, all_live ? residual : NULL, dst);
+        agc_tile_encode(lane->codec, &tile, x, AGC_DTYPE_F32, all_live ? residual : NULL, dst);
         return;
     }
     float *scratch_residual = c->scratch->residual;
@@ -333,7 +341,7 @@ void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *
         residual_take(scratch_residual + r.tile_elem, residual + r.tile_elem, r.nelems,
                       run_is_live(c, &r, x));
     while (run_next(&r, tile.nelems));
-    agc_tile_encode(lane->codec, &tile, x, scratch_residual, dst);
+    agc_tile_encode(lane->codec, &tile, x, AGC_DTYPE_F32, scratch_residual, dst);
     r = first;
     do
         residual_put(residual + r.tile_elem, scratch_residual + r.tile_elem, r.nelems,
@@ -341,29 +349,39 @@ void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *
     while (run_next(&r, tile.nelems));
 }
 
-void *agc_lane_tile_out(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t)
+void *agc_lane_sum(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t)
 {
-    struct run r = run_first(lane, t);
-    if (is_work_dtype(lane) && r.nelems == agc_plan_tile_nelems(&lane->plan, t))
-        return bucket_at(lane, c, r.bucket_elem);
-    return c->scratch->x;
+    void *in_bucket = is_work_dtype(lane) ? whole_tile(lane, c, t) : NULL;
+    return in_bucket ? in_bucket : c->scratch->x;
 }
 
-void agc_lane_tile_put(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
-                       const void *out)
+void agc_lane_sum_put(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
+                      const void *sum)
 {
-    if (out != (const void *)c->scratch->x)
+    if (sum != (const void *)c->scratch->x)
         return;
     struct run r = run_first(lane, t);
     do {
         uint8_t *dst = bucket_at(lane, c, r.bucket_elem);
-        const uint8_t *src = (const uint8_t *)out + r.tile_elem * work_nbytes(lane);
+        const uint8_t *src = (const uint8_t *)sum + r.tile_elem * work_nbytes(lane);
         if (is_work_dtype(lane))
             memcpy(dst, src, r.nelems * work_nbytes(lane));
         else
-            agc_elements_store(c->kernels, lane->plan.dtype, (const float *)out + r.tile_elem,
+            agc_elements_store(c->kernels, lane->plan.dtype, (const float *)sum + r.tile_elem,
                                r.nelems, dst);
     } while (run_next(&r, agc_plan_tile_nelems(&lane->plan, t)));
+}
+
+void agc_lane_decode(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
+                     const struct agc_tile *tile, const uint8_t *src)
+{
+    void *in_bucket = whole_tile(lane, c, t);
+    if (in_bucket) {
+        lane->codec->decode(tile, src, 1.0, false, in_bucket, lane->plan.dtype);
+        return;
+    }
+    lane->codec->decode(tile, src, 1.0, false, c->scratch->x, work_dtype(lane));
+    agc_lane_sum_put(lane, c, t, c->scratch->x);
 }
 
 void agc_lane_add_owner_residual(const struct agc_lane *lane, uint32_t param, uint32_t rank,

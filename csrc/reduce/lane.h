@@ -67,6 +67,7 @@ struct agc_tile_scratch {
     double x[AGC_TILE_NELEMS_MAX]; /* floats or doubles, as the work type is */
     double mean[AGC_TILE_NELEMS_MAX];
     float residual[AGC_TILE_NELEMS_MAX];
+    float codec[AGC_SCRATCH_NELEMS]; /* agc_tile.scratch */
 };
 
 /* What encoding needs beside the lane. */
@@ -114,11 +115,16 @@ void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *
 struct agc_tile agc_lane_tile(const struct agc_lane *lane, const struct agc_lane_context *c,
                               uint64_t t);
 
-/* Where tile t is to be decoded to: into the bucket itself if it lies there in one piece in the
- * work type, else scratch->x; put copies it from there. */
-void *agc_lane_tile_out(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t);
-void agc_lane_tile_put(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
-                       const void *out);
+/* Where contributions to tile t are to be added up, in the work type: in the bucket itself if the
+ * tile lies there in one piece and the bucket is of that type, else scratch->x; put copies it from
+ * there. */
+void *agc_lane_sum(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t);
+void agc_lane_sum_put(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
+                      const void *sum);
+
+/* Decodes tile t into the bucket. */
+void agc_lane_decode(const struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
+                     const struct agc_tile *tile, const uint8_t *src);
 
 /* Adds nranks times the owner's residual of one parameter to dst, which has as many elements as the
  * parameter. */

@@ -36,7 +36,7 @@ static struct lane_view view_lane(const struct model *m, uint32_t bucket, uint32
     CHECK_OK(agc_spec_resolve(&b->lanes[lane].spec, &spec));
     v.codec = agc_codec_find(spec.codec);
     v.feedback = b->lanes[lane].feedback && !(v.codec->flags & AGC_CODEC_LOSSLESS);
-    v.is_f64 = agc_tile_is_f64(v.codec, b->dtype);
+    v.is_f64 = agc_work_dtype(v.codec, b->dtype) == AGC_DTYPE_F64;
     for (uint32_t i = 0; i < b->npieces; i++) {
         uint64_t nelems = m->layout->params[b->pieces[i].param];
         if (b->pieces[i].lane == lane) {
@@ -155,13 +155,14 @@ static void encode_tile(const struct lane_view *v, const struct agc_tile *tile, 
 {
     static float taken[AGC_TILE_NELEMS_MAX];
     const uint8_t *tile_x = (const uint8_t *)x + first * (v->is_f64 ? 8 : 4);
+    uint32_t work = v->is_f64 ? AGC_DTYPE_F64 : AGC_DTYPE_F32;
     if (!residual) {
-        agc_tile_encode(v->codec, tile, tile_x, NULL, payload);
+        agc_tile_encode(v->codec, tile, tile_x, work, NULL, payload);
         return;
     }
     for (uint32_t i = 0; i < tile->nelems; i++)
         taken[i] = live[first + i] ? residual[first + i] : 0.0f;
-    agc_tile_encode(v->codec, tile, tile_x, taken, payload);
+    agc_tile_encode(v->codec, tile, tile_x, work, taken, payload);
     for (uint32_t i = 0; i < tile->nelems; i++)
         residual[first + i] = live[first + i] ? taken[i] : residual[first + i] + taken[i];
 }
@@ -195,12 +196,15 @@ static void mark_live_runs(const struct lane_view *v, const void *x, bool *live)
     }
 }
 
+static float scratch[AGC_SCRATCH_NELEMS];
+
 static void exchange_lane(struct model *m, uint32_t bucket, uint32_t lane, uint32_t round,
                           uint8_t *const gradients[], const bool *absent, uint8_t *result)
 {
     const struct lane_view v = view_lane(m, bucket, lane);
     uint64_t nelems = v.lane_elem[v.npieces];
     size_t elem_nbytes = v.is_f64 ? 8 : 4;
+    uint32_t work = v.is_f64 ? AGC_DTYPE_F64 : AGC_DTYPE_F32;
     void *x = test_alloc(elem_nbytes * nelems), *mean = test_alloc(elem_nbytes * nelems);
     float *residual = (float *)test_alloc(4 * nelems);
     bool *live = (bool *)test_alloc(nelems);
@@ -224,10 +228,11 @@ static void exchange_lane(struct model *m, uint32_t bucket, uint32_t lane, uint3
                 .spec = v.plan.spec,
                 .dtype = v.plan.dtype,
                 .nelems = agc_plan_tile_nelems(&v.plan, t),
-                .rng = agc_rng_key(m->seed, round, bucket, lane | (rank + 1) << 8, first)};
+                .rng = agc_rng_key(m->seed, round, bucket, lane | (rank + 1) << 8, first),
+                .scratch = scratch};
             encode_tile(&v, &tile, first, x, v.has_residual ? residual : NULL, live, payload);
-            (rank == 0 ? v.codec->decode : v.codec->decode_add)(
-                &tile, payload, weight, (uint8_t *)mean + first * elem_nbytes);
+            v.codec->decode(&tile, payload, weight, rank > 0, (uint8_t *)mean + first * elem_nbytes,
+                            work);
         }
         for (uint64_t i = 0; i < nelems; i++) {
             uint32_t p = piece_of(&v, i);
@@ -243,9 +248,11 @@ static void exchange_lane(struct model *m, uint32_t bucket, uint32_t lane, uint3
                                     .spec = v.plan.spec,
                                     .dtype = v.plan.dtype,
                                     .nelems = agc_plan_tile_nelems(&v.plan, t),
-                                    .rng = agc_rng_key(m->seed, round, bucket, lane, first)};
+                                    .rng = agc_rng_key(m->seed, round, bucket, lane, first),
+                                    .scratch = scratch};
             encode_tile(&v, &tile, first, mean, m->owner_residual[bucket][lane], live, payload);
-            v.codec->decode(&tile, payload, 1.0, (uint8_t *)mean + first * elem_nbytes);
+            v.codec->decode(&tile, payload, 1.0, false, (uint8_t *)mean + first * elem_nbytes,
+                            work);
         }
     }
     lane_store(&v, mean, result);
