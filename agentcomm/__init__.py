@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from agentcomm.frames import codecs, decode, encode
     from agentcomm.hook import Handle, HookState, attach, comm_hook
-    from agentcomm.specs import Bf16, Codec, Fp16, Int4, Int8, Raw
+    from agentcomm.specs import Bf16, Codec, Fp8, Fp16, Int4, Int8, Raw, Sign, Ternary
     from agentcomm.stats import BucketStats, Stats
 
 __version__ = "0.1.0"
@@ -38,7 +38,17 @@ _HOMES = {
     ),
     "agentcomm.frames": ("codecs", "decode", "encode"),
     "agentcomm.hook": ("Handle", "HookState", "attach", "comm_hook"),
-    "agentcomm.specs": ("Bf16", "Codec", "Fp16", "Int4", "Int8", "Raw"),
+    "agentcomm.specs": (
+        "Bf16",
+        "Codec",
+        "Fp16",
+        "Fp8",
+        "Int4",
+        "Int8",
+        "Raw",
+        "Sign",
+        "Ternary",
+    ),
     "agentcomm.stats": ("BucketStats", "Stats"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -48,6 +58,7 @@ __all__ = [
     "Bf16",
     "BucketStats",
     "Codec",
+    "Fp8",
     "Fp16",
     "FrameError",
     "Handle",
@@ -57,9 +68,11 @@ __all__ = [
     "MismatchError",
     "PeerError",
     "Raw",
+    "Sign",
     "SpecError",
     "StateError",
     "Stats",
+    "Ternary",
     "Work",
     "all_reduce",
     "attach",

@@ -20,7 +20,7 @@ def codecs() -> list[dict[str, Any]]:
 
     Example:
         >>> [row["name"] for row in codecs()]
-        ['raw', 'fp16', 'bf16', 'int8', 'int4']
+        ['raw', 'fp16', 'bf16', 'fp8', 'int8', 'int4', 'ternary', 'sign']
     """
     nelems = 1 << 24
     table = []

@@ -88,13 +88,34 @@ class BlockCodec(Codec):
 
     Args:
         block: elements that share a scale, a power of two in 32..4096.
-        rounding: "nearest" (ties to even), or "stochastic" (unbiased, twice the largest error).
 
     Raises:
         SpecError: an option is out of range.
     """
 
     block: int = BLOCK_DEFAULT
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        check_block(self.block)
+
+    def to_tuple(self) -> SpecTuple:
+        """Return the form that the core takes."""
+        return (codec_table()[self.name]["id"], self.block, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundingCodec(BlockCodec):
+    """Base of the codecs with blocks that can round either way.
+
+    Args:
+        block: elements that share a scale, a power of two in 32..4096.
+        rounding: "nearest" (ties to even), or "stochastic" (unbiased, twice the largest error).
+
+    Raises:
+        SpecError: an option is out of range.
+    """
+
     rounding: str = "nearest"
 
     def __post_init__(self) -> None:
@@ -108,10 +129,24 @@ class BlockCodec(Codec):
 
 
 @dataclass(frozen=True, slots=True)
-class Int8(BlockCodec):
+class Fp8(RoundingCodec):
+    """Eight bits of floating point (E4M3) per element and a scale per block: absmax / 448.
+
+    The error is at most a sixteenth of the element, or 2^-10 scales. Options as in
+    ``RoundingCodec``.
+
+    Source:
+        Micikevicius et al., "FP8 Formats for Deep Learning" (2022); OCP OFP8 1.0.
+    """
+
+    name: ClassVar[str] = "fp8"
+
+
+@dataclass(frozen=True, slots=True)
+class Int8(RoundingCodec):
     """Eight bits per element and a scale per block: -127..127 times absmax / 127.
 
-    The error is at most half a scale. Options as in ``BlockCodec``.
+    The error is at most half a scale. Options as in ``RoundingCodec``.
 
     Source:
         Blockwise absmax quantisation, Dettmers et al., "8-bit Optimizers via Block-wise
@@ -122,10 +157,10 @@ class Int8(BlockCodec):
 
 
 @dataclass(frozen=True, slots=True)
-class Int4(BlockCodec):
+class Int4(RoundingCodec):
     """Four bits per element and a scale per block: -7..7 times absmax / 7.
 
-    The error is at most half a scale: use it with error feedback. Options as in ``BlockCodec``.
+    The error is at most half a scale: use it with error feedback. Options as in ``RoundingCodec``.
 
     Source:
         As ``Int8``, with 7 levels to each side.
@@ -134,7 +169,45 @@ class Int4(BlockCodec):
     name: ClassVar[str] = "int4"
 
 
-CODECS: dict[str, type[Codec]] = {cls.name: cls for cls in (Raw, Fp16, Bf16, Int8, Int4)}
+@dataclass(frozen=True, slots=True)
+class Ternary(RoundingCodec):
+    """-s, 0 or s: 1.6 bits per element and a scale per block. Zero stays zero.
+
+    Magnitudes above three quarters of the block's mean one are sent as the mean s of those; with
+    rounding="stochastic" s is the largest, and an element is sent with probability
+    abs(x) / s. Use it with error feedback. Options as in ``RoundingCodec``.
+
+    Source:
+        Li, Zhang, Liu, "Ternary Weight Networks" (2016); Wen et al., "TernGrad" (2017).
+    """
+
+    name: ClassVar[str] = "ternary"
+
+
+@dataclass(frozen=True, slots=True)
+class Sign(BlockCodec):
+    """The sign of each element and the mean magnitude of each block: one bit per element.
+
+    A zero is sent as plus or minus that mean, unless its whole block is zero: where zeros must stay
+    zero (rows of an embedding that are not used), take ``Ternary``. Use it with error feedback.
+
+    Args:
+        block: elements that share a scale, a power of two in 32..4096.
+
+    Raises:
+        SpecError: an option is out of range.
+
+    Source:
+        Seide et al., "1-Bit Stochastic Gradient Descent" (2014); Karimireddy et al., "Error
+        Feedback Fixes SignSGD" (2019).
+    """
+
+    name: ClassVar[str] = "sign"
+
+
+CODECS: dict[str, type[Codec]] = {
+    cls.name: cls for cls in (Raw, Fp16, Bf16, Fp8, Int8, Int4, Ternary, Sign)
+}
 
 
 def check_block(block: object) -> None:
@@ -227,6 +300,6 @@ def _options(cls: type[Codec], spec: str, text: str) -> dict[str, Any]:
 
 def with_rounding(codec: Codec, rounding: str | None) -> Codec:
     """Return the codec with another rounding, if it rounds at all and its spec does not say how."""
-    if rounding is None or not isinstance(codec, BlockCodec) or codec.rounding != "nearest":
+    if rounding is None or not isinstance(codec, RoundingCodec) or codec.rounding != "nearest":
         return codec
     return replace(codec, rounding=rounding)

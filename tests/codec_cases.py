@@ -37,6 +37,19 @@ VALUE_CLASSES = (
     "patchwork",
 )
 
+# Largest error of one element, in units of the largest magnitude of its block: half a step where
+# there are steps.
+STEP_ERROR = {
+    "raw": 2.0**-24,
+    "fp16": 2.0**-11,
+    "bf16": 2.0**-8,
+    "fp8": 0.5 / 14,  # 448 is 14 times 32, the distance of the largest numbers
+    "int8": 0.5 / 127,
+    "int4": 0.5 / 7,
+    "ternary": 1.0,
+    "sign": 1.0,
+}
+
 
 def torch_dtype_name(dtype):
     return next(name for name, known in TORCH_DTYPES.items() if known == dtype)

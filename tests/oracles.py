@@ -8,6 +8,9 @@ Sources:
     int8: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization"
         (2022): absolute maximum per block; here with a linear code of 255 values instead of their
         dynamic tree code.
+    fp8: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), E4M3; one scale per block.
+    ternary: Li, Zhang, Liu, "Ternary Weight Networks" (2016), equations 5 and 6; stochastic: Wen et
+        al., "TernGrad" (2017), algorithm 1. sign: Seide et al., below; one scale per block.
     stochastic rounding: Gupta, Agrawal, Gopalakrishnan, Narayanan, "Deep Learning with Limited
         Numerical Precision" (2015).
     fp16: IEEE 754-2019, binary16. bf16: Kalamkar et al., "A Study of BFLOAT16 for Deep Learning
@@ -32,8 +35,12 @@ TILE_GRANULE_NELEMS = 256
 ALIGN_NBYTES = 16
 BLOCK_DEFAULT = 256
 
-CODEC_IDS = {"raw": 1, "fp16": 2, "bf16": 3, "int8": 5, "int4": 6}
-LEVELS = {"int8": 127, "int4": 7}  # of the codecs with evenly spaced values
+CODEC_IDS = {
+    "raw": 1, "fp16": 2, "bf16": 3, "fp8": 4, "int8": 5, "int4": 6, "ternary": 7, "sign": 8
+}  # fmt: skip
+# Steps from zero to a block's largest magnitude, of the codecs that are scaled by it.
+LEVELS = {"fp8": 448, "int8": 127, "int4": 7}
+PER_BYTE = {"fp8": 1, "int8": 1, "int4": 2, "ternary": 5, "sign": 8}  # of the codecs with blocks
 DTYPE_IDS = {"float32": 1, "float16": 2, "bfloat16": 3, "float64": 4}
 ELEM_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8"}
@@ -270,19 +277,32 @@ def decode_bf16(payload, nelems):
 
 def largest_scale(codec):
     """Return the largest float32 of which as many times as there are levels is finite."""
-    levels = F32(LEVELS[codec])
+    levels = F32(LEVELS.get(codec, 1))
     with quiet():
         scale = FLT_MAX / levels
-        while np.isfinite(np.nextafter(scale, FLT_MAX) * levels):
+        while np.isfinite(np.nextafter(scale, FLT_MAX) * levels) and scale < FLT_MAX:
             scale = np.nextafter(scale, FLT_MAX)
         while not np.isfinite(scale * levels):
             scale = np.nextafter(scale, F32(0))
     return scale
 
 
-def _grid_block(codec, v, dither):
-    """Quantise one block; return its scale and its steps."""
-    levels = F32(LEVELS[codec])
+def _round_steps(codec, steps, dither):
+    """Round to the values that a codec has, in units of the scale."""
+    levels = F32(LEVELS.get(codec, 1))
+    # E4M3: numbers from 2^e up are 2^(e - 3) apart, those below 2^-6 as far as those above.
+    apart = np.ones(len(steps), F32)
+    if codec == "fp8":
+        exponent = np.maximum(np.frexp(steps)[1] - 1, -6)
+        apart = np.ldexp(F32(1), np.where(steps == 0, -6, exponent) - 3).astype(F32)
+    if dither is not None:
+        steps = steps + dither * apart
+    return np.clip(np.rint(steps / apart) * apart, -levels, levels)
+
+
+def _scaled_block(codec, v, dither):
+    """Quantise one block by its largest magnitude; return its scale and its steps."""
+    levels = F32(LEVELS.get(codec, 1))
     with quiet():
         absmax = np.max(np.abs(v))  # NaN if there is one
         if not np.isfinite(absmax):
@@ -297,62 +317,122 @@ def _grid_block(codec, v, dither):
         else:
             scale = min(scale, largest_scale(codec))
             steps = v * (levels / absmax)
-        return scale, np.clip(
-            np.rint(steps + dither if dither is not None else steps), -levels, levels
-        )
+        return scale, _round_steps(codec, steps, dither)
+
+
+def ordered_sum(magnitudes):
+    """Add up in the documented order: 16 partial sums, element i in number i mod 16, halved."""
+    filled = np.zeros(-(-len(magnitudes) // 16) * 16, F32)
+    filled[: len(magnitudes)] = magnitudes
+    lanes = np.zeros(16, F32)
+    with quiet():
+        for row in filled.reshape(-1, 16):
+            lanes = lanes + row
+        while len(lanes) > 1:
+            lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    return lanes[0]
+
+
+def _mean_block(codec, v):
+    """Quantise one block by its mean magnitude; return its scale and its steps."""
+    if not np.isfinite(v).all():
+        return NAN_F32, np.ones(len(v), F32) if codec == "sign" else np.zeros(len(v), F32)
+    magnitudes, factor = np.abs(v), F32(1)
+    if not np.isfinite(ordered_sum(magnitudes)):  # beyond float32: everything 4096 times smaller
+        factor = F32(4096)
+        magnitudes = magnitudes / factor
+    scale = ordered_sum(magnitudes) / F32(len(v))
+    if codec == "sign":
+        steps = np.where(np.signbit(v), F32(-1), F32(1))
+    else:
+        above = magnitudes > scale * F32(0.75)
+        total = ordered_sum(np.where(above, magnitudes, F32(0)))
+        scale = total / F32(above.sum()) if above.any() else F32(0)
+        steps = np.where(above, np.sign(v), F32(0))
+    with quiet():
+        return min(scale * factor, FLT_MAX), steps
+
+
+def _block(codec, v, dither):
+    if codec == "sign" or (codec == "ternary" and dither is None):
+        return _mean_block(codec, v)
+    return _scaled_block(codec, v, dither)
+
+
+def _fp8_values():
+    """Return the values of the codes 0 to 127: sign excluded, 4 bits of exponent, 3 of mantissa."""
+    code = np.arange(128)
+    exponent, mantissa = code >> 3, code & 7
+    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
+    return np.where(exponent == 0, mantissa * 2.0**-9, normal).astype(F32)
+
+
+def block_nbytes(codec, nelems):
+    """Return the bytes of the steps of a block."""
+    return -(-nelems // PER_BYTE[codec])
 
 
 def _pack(codec, steps):
     """Return the bytes of one block's steps."""
-    steps = steps.astype(np.int8)
+    if codec == "fp8":
+        codes = np.searchsorted(_fp8_values(), np.abs(steps)) | (steps < 0) << 7
+        return codes.astype(np.uint8).tobytes()
+    if codec == "sign":
+        return np.packbits(steps < 0, bitorder="little").tobytes()
+    steps = steps.astype(int)
     if codec == "int8":
-        return steps.tobytes()
-    low, high = np.array_split(steps.view(np.uint8) & 15, 2)  # the longer half first
-    high = np.append(high, np.uint8(0))[: len(low)]
-    return (low | high << np.uint8(4)).tobytes()
+        return steps.astype(np.int8).tobytes()
+    # Several to a byte: runs of the block, one below the other.
+    base = {"int4": 16, "ternary": 3}[codec]
+    filled = np.zeros((PER_BYTE[codec], block_nbytes(codec, len(steps))), int)
+    filled.reshape(-1)[: len(steps)] = steps
+    digits = filled % 16 if codec == "int4" else filled + 1
+    return (base ** np.arange(PER_BYTE[codec]) @ digits).astype(np.uint8).tobytes()
 
 
 def _unpack(codec, data, nelems):
     """Return one block's steps."""
+    packed = np.frombuffer(data, np.uint8, block_nbytes(codec, nelems))
+    if codec == "fp8":
+        values = _fp8_values()[packed & 127]
+        return np.where(packed & 128, -values, values)
+    if codec == "sign":
+        return np.where(np.unpackbits(packed, count=nelems, bitorder="little"), F32(-1), F32(1))
     if codec == "int8":
-        return np.frombuffer(data, np.int8, nelems)
-    pairs = np.frombuffer(data, np.uint8, -(-nelems // 2)).astype(int)
-    nibbles = np.concatenate([pairs & 15, pairs >> 4])[:nelems]
-    return np.where(nibbles > 7, nibbles - 16, nibbles)
+        return packed.view(np.int8)
+    base = {"int4": 16, "ternary": 3}[codec]
+    digits = packed.astype(int) // base ** np.arange(PER_BYTE[codec])[:, None] % base
+    steps = (digits + 8) % 16 - 8 if codec == "int4" else digits - 1
+    return steps.reshape(-1)[:nelems]
 
 
-def encode_grid(codec, x, residual=None, block=BLOCK_DEFAULT, dither=None):
+def encode_blocks(codec, x, residual=None, block=BLOCK_DEFAULT, dither=None):
     v = _with_residual(x, residual)
     scales, packed, owed = [], b"", []
     for first in range(0, len(v), block):
         part = slice(first, first + block)
-        scale, q = _grid_block(codec, v[part], None if dither is None else dither[part])
+        scale, steps = _block(codec, v[part], None if dither is None else dither[part])
         scales.append(scale)
-        packed += _pack(codec, q)
+        packed += _pack(codec, steps)
         if residual is not None:
             with quiet():
-                lost = v[part] - q * scale
+                lost = v[part] - steps * scale
             owed.append(lost if np.isfinite(scale) else residual[part])
     payload = np.array(scales, "<f4").tobytes() + packed
     return payload, None if residual is None else np.concatenate(owed)
 
 
-def decode_grid(codec, payload, nelems, block=BLOCK_DEFAULT):
+def decode_blocks(codec, payload, nelems, block=BLOCK_DEFAULT):
     nblocks = -(-nelems // block)
     scales = np.frombuffer(payload, "<f4", nblocks)
     at, parts = 4 * nblocks, []
     for first in range(0, nelems, block):
         n = min(block, nelems - first)
-        nbytes = grid_nbytes(codec, n)
+        nbytes = block_nbytes(codec, n)
         parts.append(_unpack(codec, payload[at : at + nbytes], n))
         at += nbytes
     with quiet():
         return np.concatenate(parts).astype(F32) * np.repeat(scales, block)[:nelems]
-
-
-def grid_nbytes(codec, nelems):
-    """Return the bytes of the steps of nelems elements."""
-    return nelems if codec == "int8" else -(-nelems // 2)
 
 
 # ---- codecs: whole frames -----------------------------------------------------------------------
@@ -361,16 +441,16 @@ def grid_nbytes(codec, nelems):
 def encode_tile(codec, x, dtype, residual, block, dither):
     if codec == "raw":
         return encode_raw(x, dtype, residual)
-    if codec in LEVELS:
-        return encode_grid(codec, to_f32(x, dtype), residual, block, dither)
+    if codec in PER_BYTE:
+        return encode_blocks(codec, to_f32(x, dtype), residual, block, dither)
     return {"fp16": encode_fp16, "bf16": encode_bf16}[codec](to_f32(x, dtype), residual)
 
 
 def decode_tile(codec, payload, nelems, dtype, block):
     if codec == "raw":
         return decode_raw(payload, nelems, dtype)
-    if codec in LEVELS:
-        return decode_grid(codec, payload, nelems, block)
+    if codec in PER_BYTE:
+        return decode_blocks(codec, payload, nelems, block)
     return {"fp16": decode_fp16, "bf16": decode_bf16}[codec](payload, nelems)
 
 
@@ -378,8 +458,10 @@ def tile_nbytes(codec, nelems, dtype, block=BLOCK_DEFAULT):
     """Return the length of a tile's payload, padding included."""
     if codec == "raw":
         nbytes = nelems * ELEM_NBYTES[dtype]
-    elif codec in LEVELS:
-        nbytes = grid_nbytes(codec, nelems) + 4 * -(-nelems // block)
+    elif codec in PER_BYTE:
+        nblocks, rest = divmod(nelems, block)
+        nbytes = nblocks * (4 + block_nbytes(codec, block))
+        nbytes += 4 + block_nbytes(codec, rest) if rest else 0
     else:
         nbytes = 2 * nelems
     return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
@@ -417,7 +499,7 @@ def encode_frame(
         "dtype_id": DTYPE_IDS[dtype],
         "nelems": len(x),
         "payload_nbytes": len(payload),
-        "block": block if codec in LEVELS else 0,
+        "block": block if codec in PER_BYTE else 0,
         "flags": FLAG_CHECKSUM * checksum | FLAG_STOCHASTIC * stochastic,
         "seed": seed,
         "tile_nelems": tile_nelems,

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import agentcomm
 
 CODECS = [row["name"] for row in agentcomm.codecs()]
+ZERO_STAYS = [row["name"] for row in agentcomm.codecs() if row["zero_stays_zero"]]
 FEEDBACK = [row["name"] for row in agentcomm.codecs() if row["feedback"]]
 
 

@@ -210,4 +210,79 @@ AGC_HD float agc_grid_round(float steps, float levels)
     return q < -levels ? -levels : q;
 }
 
+/* ---- fp8: OCP 8-bit E4M3, of x * 448 / absmax ----
+ *
+ * Four bits of exponent, three of mantissa, no infinity. The code that the format keeps for NaN is
+ * never written, and read as the 480 that its bits say. */
+
+#define AGC_FP8_LEVELS 448.0f
+#define AGC_FP8_SCALE_MAX_BITS 0x7b124924u
+/* 2^-6: the numbers below it are 2^-9 apart. */
+#define AGC_FP8_NORMAL_BITS 0x3c800000u
+
+/* Exponent field of steps, as that of the distance of its neighbours is derived from it. */
+AGC_HD uint32_t agc_fp8_exponent(float steps)
+{
+    uint32_t exponent = agc_f32_bits(steps) & 0x7f800000u;
+    return exponent < AGC_FP8_NORMAL_BITS ? AGC_FP8_NORMAL_BITS : exponent;
+}
+
+/* Distance of the numbers around steps. */
+AGC_HD float agc_fp8_quantum(float steps)
+{
+    return agc_f32_from_bits(agc_fp8_exponent(steps) - (3u << 23));
+}
+
+/* The nearest number, ties to even; with dither, times the distance of its neighbours, added
+ * before. */
+AGC_HD float agc_fp8_round(float steps, float dither)
+{
+    /* 1.5 * 2^23 distances: adding and subtracting it rounds to a multiple of the distance. */
+    float rounder = agc_f32_from_bits(agc_fp8_exponent(steps) + (20u << 23) + 0x400000u), x;
+    steps += dither * agc_fp8_quantum(steps);
+    x = (steps + rounder) - rounder;
+    x = x > AGC_FP8_LEVELS ? AGC_FP8_LEVELS : x;
+    return x < -AGC_FP8_LEVELS ? -AGC_FP8_LEVELS : x;
+}
+
+/* Code of a number of the format. */
+AGC_HD uint8_t agc_fp8_code(float x)
+{
+    uint32_t bits = agc_f32_bits(x), magnitude = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
+    if (magnitude >= AGC_FP8_NORMAL_BITS)
+        return (uint8_t)(sign | ((magnitude >> 20) - (120u << 3)));
+    return (uint8_t)(sign | (uint32_t)(int32_t)(agc_f32_from_bits(magnitude) * 512.0f));
+}
+
+AGC_HD float agc_fp8_value(uint8_t code)
+{
+    uint32_t sign = (uint32_t)(code & 0x80u) << 24, magnitude = code & 0x7fu;
+    if (magnitude >= 8)
+        return agc_f32_from_bits(sign | ((magnitude << 20) + (120u << 23)));
+    return agc_f32_from_bits(sign | agc_f32_bits((float)(int32_t)magnitude * 0x1p-9f));
+}
+
+/* ---- sign and ternary: x ~ {-scale, scale}, x ~ {-scale, 0, scale} ---- */
+
+/* Any finite scale will do. */
+#define AGC_SIGN_SCALE_MAX_BITS 0x7f7fffffu
+#define AGC_TERNARY_SCALE_MAX_BITS 0x7f7fffffu
+/* Magnitudes up to this share of the mean one become zero. */
+#define AGC_TERNARY_THRESHOLD 0.75f
+/* Steps of a block that share a byte: sum of 3^k (step + 1). */
+#define AGC_TERNARY_PER_BYTE 5u
+#define AGC_TERNARY_BYTE_MAX 242u
+
+/* Sums of magnitudes keep one order on every tier: element i of a block goes to partial sum i mod
+ * 16, and these are added in halves: l and l + 8, l and l + 4, ... */
+#define AGC_SUM_NLANES 16u
+
+AGC_HD float agc_sum_lanes(float lanes[AGC_SUM_NLANES])
+{
+    for (uint32_t half = AGC_SUM_NLANES / 2; half > 0; half /= 2)
+        for (uint32_t l = 0; l < half; l++)
+            lanes[l] += lanes[l + half];
+    return lanes[0];
+}
+
 #endif /* AGC_WIRE_H */

@@ -45,8 +45,25 @@
 #define VI_SUB8(a, b) _mm256_sub_epi8(a, b)
 #define VI_MAX_U32(a, b) _mm256_max_epu32(a, b)
 #define VI_HMAX_U32(a) vi_hmax_u32_256(a)
+#define VI_SUB(a, b) _mm256_sub_epi32(a, b)
+#define VI_MAX_I32(a, b) _mm256_max_epi32(a, b)
+#define VI_ADD8(a, b) _mm256_add_epi8(a, b)
+#define VI_MUL16(a, b) _mm256_mullo_epi16(a, b)
+#define VI_HSUM(a) vi_hsum_256(a)
+#define VF_SUM_LANES(sums) vf_sum_lanes_256(sums)
+#define VF_ABS(a) VI_AS_VF(VI_AND(VF_BITS(a), VI_SET1(0x7fffffffu)))
+#define VF_SELECT_GT(a, b, x) _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ), x)
+#define VI_COUNT_GT(n, a, b) _mm256_sub_epi32(n, VF_BITS(_mm256_cmp_ps(a, b, _CMP_GT_OQ)))
 #define I8_STORE(p, v) i8_store_256(p, v)
 #define I8_LOAD(p) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(p)))
+#define U8_STORE(p, v) u8_store_256(p, v)
+#define VH_LOAD_U8(p) _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)(const void *)(p)))
+#define VH_SLL(a, n) _mm_slli_epi16(a, n)
+#define VH_SRA(a, n) _mm_srai_epi16(a, n)
+#define VH_AND(a, b) _mm_and_si128(a, b)
+#define VH_SET1(x) _mm_set1_epi16((short)(x))
+#define SIGNS_STORE(p, v) (*(p) = (uint8_t)_mm256_movemask_ps(v))
+#define SIGNS_LOAD(p) signs_load_256(p)
 #define H_LOAD(p) _mm_loadu_si128((const __m128i *)(const void *)(p))
 #define H_STORE(p, h) _mm_storeu_si128((__m128i *)(void *)(p), h)
 #define VH_FROM_I32(v) vh_from_i32_256(v)
@@ -70,6 +87,19 @@ TARGET static inline void i8_store_256(uint8_t *p, VI v)
     _mm_storel_epi64((__m128i *)(void *)p, _mm_packs_epi16(words, words));
 }
 
+TARGET static inline void u8_store_256(uint8_t *p, VI v)
+{
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    _mm_storel_epi64((__m128i *)(void *)p, _mm_packus_epi16(words, words));
+}
+
+/* Bit l of a byte moves to the top of lane l. */
+TARGET static inline VI signs_load_256(const uint8_t *p)
+{
+    VI shifted = _mm256_sllv_epi32(VI_SET1(*p), _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24));
+    return VI_AND(shifted, VI_SET1(0x80000000u));
+}
+
 TARGET static inline VH vh_from_i32_256(VI v)
 {
     return _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
@@ -86,6 +116,22 @@ TARGET static inline VF vf_select_finite_256(VF d, VF a, VF b)
     VI magnitude =
         VI_AND(VF_BITS(d), VI_SET1(0x7fffffffu)); /* below 2^31: a signed comparison does */
     return _mm256_blendv_ps(b, a, VI_AS_VF(_mm256_cmpgt_epi32(VI_SET1(0x7f800000u), magnitude)));
+}
+
+TARGET static inline uint32_t vi_hsum_256(VI v)
+{
+    __m128i m = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    m = _mm_add_epi32(m, _mm_shuffle_epi32(m, _MM_SHUFFLE(1, 0, 3, 2)));
+    m = _mm_add_epi32(m, _mm_shuffle_epi32(m, _MM_SHUFFLE(2, 3, 0, 1)));
+    return (uint32_t)_mm_cvtsi128_si32(m);
+}
+
+TARGET static inline float vf_sum_lanes_256(const VF *sums)
+{
+    __m256 by8 = _mm256_add_ps(sums[0], sums[1]);
+    __m128 by4 = _mm_add_ps(_mm256_castps256_ps128(by8), _mm256_extractf128_ps(by8, 1));
+    __m128 by2 = _mm_add_ps(by4, _mm_movehl_ps(by4, by4));
+    return _mm_cvtss_f32(_mm_add_ss(by2, _mm_shuffle_ps(by2, by2, 1)));
 }
 
 #include "x86/kernels_template.h"

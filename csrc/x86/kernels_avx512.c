@@ -44,8 +44,26 @@
 #define VI_SUB8(a, b) _mm512_sub_epi8(a, b)
 #define VI_MAX_U32(a, b) _mm512_max_epu32(a, b)
 #define VI_HMAX_U32(a) _mm512_reduce_max_epu32(a)
+#define VI_SUB(a, b) _mm512_sub_epi32(a, b)
+#define VI_MAX_I32(a, b) _mm512_max_epi32(a, b)
+#define VI_ADD8(a, b) _mm512_add_epi8(a, b)
+#define VI_MUL16(a, b) _mm512_mullo_epi16(a, b)
+#define VI_HSUM(a) ((uint32_t)_mm512_reduce_add_epi32(a))
+#define VF_SUM_LANES(sums) vf_sum_lanes_512(sums)
+#define VF_ABS(a) _mm512_abs_ps(a)
+#define VF_SELECT_GT(a, b, x) _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), x)
+#define VI_COUNT_GT(n, a, b)                                                                       \
+    _mm512_mask_add_epi32(n, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), n, VI_SET1(1))
 #define I8_STORE(p, v) _mm_storeu_si128((__m128i *)(void *)(p), _mm512_cvtepi32_epi8(v))
 #define I8_LOAD(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(p)))
+#define U8_STORE(p, v) I8_STORE(p, v)
+#define VH_LOAD_U8(p) _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(const void *)(p)))
+#define VH_SLL(a, n) _mm256_slli_epi16(a, n)
+#define VH_SRA(a, n) _mm256_srai_epi16(a, n)
+#define VH_AND(a, b) _mm256_and_si256(a, b)
+#define VH_SET1(x) _mm256_set1_epi16((short)(x))
+#define SIGNS_STORE(p, v) agc_store_u16(p, (uint16_t)_mm512_movepi32_mask(VF_BITS(v)))
+#define SIGNS_LOAD(p) _mm512_maskz_mov_epi32((__mmask16)agc_load_u16(p), VI_SET1(0x80000000u))
 #define H_LOAD(p) _mm256_loadu_si256((const __m256i *)(const void *)(p))
 #define H_STORE(p, h) _mm256_storeu_si256((__m256i *)(void *)(p), h)
 #define VH_FROM_I32(v) _mm512_cvtepi32_epi16(v)
@@ -65,6 +83,14 @@ TARGET static inline VF vf_select_finite_512(VF d, VF a, VF b)
 {
     VI magnitude = VI_AND(VF_BITS(d), VI_SET1(0x7fffffffu));
     return _mm512_mask_blend_ps(_mm512_cmplt_epu32_mask(magnitude, VI_SET1(0x7f800000u)), b, a);
+}
+
+TARGET static inline float vf_sum_lanes_512(const VF *sums)
+{
+    __m256 by8 = _mm256_add_ps(_mm512_castps512_ps256(sums[0]), _mm512_extractf32x8_ps(sums[0], 1));
+    __m128 by4 = _mm_add_ps(_mm256_castps256_ps128(by8), _mm256_extractf128_ps(by8, 1));
+    __m128 by2 = _mm_add_ps(by4, _mm_movehl_ps(by4, by4));
+    return _mm_cvtss_f32(_mm_add_ss(by2, _mm_shuffle_ps(by2, by2, 1)));
 }
 
 #include "x86/kernels_template.h"

@@ -8,6 +8,7 @@
  *   check_simd               every length x block size x class of values x variant
  *   check_simd --cases N     N random cases instead
  *   check_simd --bench       GB/s of dense data and multiples of the time of memcpy
+ *   check_simd --bench --only fp8     of what begins with this
  */
 #define _POSIX_C_SOURCE 200809L
 #include <stdio.h>
@@ -136,11 +137,17 @@ typedef void grid_encode(const float *x, float *residual, uint32_t nelems, uint3
 typedef void grid_decode(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
                          uint32_t block_nelems, float weight, float *out);
 
-/* nbits: of an element. */
-static void check_grid_encode(grid_encode *of_ref, grid_encode *of_tier, uint32_t nbits)
+/* Bytes of the values of n elements: `per_byte` to a byte, each block beginning with a new one. */
+static size_t values_nbytes(size_t n, uint32_t per_byte)
+{
+    return n / now.block_nelems * agc_div_up(now.block_nelems, per_byte) +
+           agc_div_up(n % now.block_nelems, per_byte);
+}
+
+static void check_grid_encode(grid_encode *of_ref, grid_encode *of_tier, uint32_t per_byte)
 {
     size_t scales_nbytes = 4 * agc_div_up(now.nelems, now.block_nelems), n = now.nelems;
-    size_t nbytes = scales_nbytes + agc_div_up(n * nbits, 8);
+    size_t nbytes = scales_nbytes + values_nbytes(n, per_byte);
     struct agc_rng rng = {(uint32_t)random_u64(), (uint32_t)random_u64()};
     const struct agc_rng *rng_or_null = now.stochastic ? &rng : NULL;
     float *x = place_floats(&in_x, now.nelems), *residuals[2] = {NULL, NULL};
@@ -180,10 +187,11 @@ static void fill_scales(uint8_t *scales, size_t nscales)
     }
 }
 
-static void check_grid_decode(grid_decode *of_ref, grid_decode *of_tier, uint32_t nbits, bool add)
+static void check_grid_decode(grid_decode *of_ref, grid_decode *of_tier, uint32_t per_byte,
+                              bool add)
 {
     size_t scales_nbytes = 4 * agc_div_up(now.nelems, now.block_nelems), n = now.nelems;
-    size_t q_nbytes = agc_div_up(n * nbits, 8);
+    size_t q_nbytes = values_nbytes(n, per_byte);
     float weight = random_weight();
     uint8_t *scales = place(&in_x, scales_nbytes, 1), *q = place(&in_y, q_nbytes, 1);
     fill_scales(scales, scales_nbytes / 4);
@@ -200,23 +208,26 @@ static void check_grid_decode(grid_decode *of_ref, grid_decode *of_tier, uint32_
     check_output(0, (uint8_t *)a, (uint8_t *)b, 4 * n);
 }
 
-#define CHECK_GRID(name, nbits)                                                                    \
+#define CHECK_GRID(name, per_byte)                                                                 \
     static void check_##name##_encode(void)                                                        \
     {                                                                                              \
-        check_grid_encode(ref->name##_encode, now.tier->kernels.name##_encode, nbits);             \
+        check_grid_encode(ref->name##_encode, now.tier->kernels.name##_encode, per_byte);          \
     }                                                                                              \
     static void check_##name##_decode(void)                                                        \
     {                                                                                              \
-        check_grid_decode(ref->name##_decode, now.tier->kernels.name##_decode, nbits, false);      \
+        check_grid_decode(ref->name##_decode, now.tier->kernels.name##_decode, per_byte, false);   \
     }                                                                                              \
     static void check_##name##_decode_add(void)                                                    \
     {                                                                                              \
-        check_grid_decode(ref->name##_decode_add, now.tier->kernels.name##_decode_add, nbits,      \
+        check_grid_decode(ref->name##_decode_add, now.tier->kernels.name##_decode_add, per_byte,   \
                           true);                                                                   \
     }
 
-CHECK_GRID(int8, 8)
-CHECK_GRID(int4, 4)
+CHECK_GRID(fp8, 1)
+CHECK_GRID(int8, 1)
+CHECK_GRID(int4, 2)
+CHECK_GRID(ternary, 5)
+CHECK_GRID(sign, 8)
 
 typedef void half_encode(const float *x, float *residual, uint32_t nelems, uint8_t *dst);
 typedef void float_decode(const uint8_t *src, uint32_t nelems, float weight, float *out);
@@ -349,20 +360,24 @@ enum op {
     NOPS
 };
 
+#define BLOCK_OPS(name, has_rounding)                                                              \
+    [OP_##name##_encode] = {#name "_encode", check_##name##_encode,                                \
+                            HAS_BLOCKS | HAS_VALUES | HAS_RESIDUAL | (has_rounding)},              \
+    [OP_##name##_decode] = {#name "_decode", check_##name##_decode, HAS_BLOCKS | HAS_VALUES},      \
+    [OP_##name##_decode_add] = {#name "_decode_add", check_##name##_decode_add,                    \
+                                HAS_BLOCKS | HAS_VALUES}
+
 /* A new line of kernels.inc without a line here has no check, which main reports. */
 static const struct {
     const char *name;
     void (*check)(void);
     unsigned has;
 } ops[NOPS] = {
-    [OP_int8_encode] = {"int8_encode", check_int8_encode,
-                        HAS_BLOCKS | HAS_VALUES | HAS_RESIDUAL | HAS_ROUNDING},
-    [OP_int8_decode] = {"int8_decode", check_int8_decode, HAS_BLOCKS | HAS_VALUES},
-    [OP_int8_decode_add] = {"int8_decode_add", check_int8_decode_add, HAS_BLOCKS | HAS_VALUES},
-    [OP_int4_encode] = {"int4_encode", check_int4_encode,
-                        HAS_BLOCKS | HAS_VALUES | HAS_RESIDUAL | HAS_ROUNDING},
-    [OP_int4_decode] = {"int4_decode", check_int4_decode, HAS_BLOCKS | HAS_VALUES},
-    [OP_int4_decode_add] = {"int4_decode_add", check_int4_decode_add, HAS_BLOCKS | HAS_VALUES},
+    BLOCK_OPS(fp8, HAS_ROUNDING),
+    BLOCK_OPS(int8, HAS_ROUNDING),
+    BLOCK_OPS(int4, HAS_ROUNDING),
+    BLOCK_OPS(ternary, HAS_ROUNDING),
+    BLOCK_OPS(sign, 0),
     [OP_f16_encode] = {"f16_encode", check_f16_encode, HAS_VALUES | HAS_RESIDUAL},
     [OP_f16_decode] = {"f16_decode", check_f16_decode, 0},
     [OP_f16_decode_add] = {"f16_decode_add", check_f16_decode_add, 0},
@@ -508,25 +523,24 @@ static void bench_memcpy(size_t i, uint32_t n)
         uint8_t *dst = bench.encoded + i / NELEMS_MAX * (NELEMS_MAX + 1024);                       \
         bench.k->kernel##_encode(bench.x + i, residual, n, 256, rng, dst, dst + 1024);             \
     }
-BENCH_GRID(bench_int8, int8, NULL, NULL)
-BENCH_GRID(bench_int8_ef, int8, bench.residual + i, NULL)
-BENCH_GRID(bench_int8_st, int8, NULL, &key)
-BENCH_GRID(bench_int8_ef_st, int8, bench.residual + i, &key)
-BENCH_GRID(bench_int4, int4, NULL, NULL)
-BENCH_GRID(bench_int4_ef, int4, bench.residual + i, NULL)
-BENCH_GRID(bench_int4_st, int4, NULL, &key)
-BENCH_GRID(bench_int4_ef_st, int4, bench.residual + i, &key)
-
 #define BENCH_GRID_DECODE(kernel)                                                                  \
     static void bench_##kernel(size_t i, uint32_t n)                                               \
     {                                                                                              \
         const uint8_t *src = bench.encoded + i / NELEMS_MAX * (NELEMS_MAX + 1024);                 \
         bench.k->kernel(src, src + 1024, n, 256, 0.5f, bench.y + i);                               \
     }
-BENCH_GRID_DECODE(int8_decode)
-BENCH_GRID_DECODE(int8_decode_add)
-BENCH_GRID_DECODE(int4_decode)
-BENCH_GRID_DECODE(int4_decode_add)
+#define BENCH_BLOCKS(name)                                                                         \
+    BENCH_GRID(bench_##name, name, NULL, NULL)                                                     \
+    BENCH_GRID(bench_##name##_ef, name, bench.residual + i, NULL)                                  \
+    BENCH_GRID(bench_##name##_st, name, NULL, &key)                                                \
+    BENCH_GRID(bench_##name##_ef_st, name, bench.residual + i, &key)                               \
+    BENCH_GRID_DECODE(name##_decode)                                                               \
+    BENCH_GRID_DECODE(name##_decode_add)
+BENCH_BLOCKS(fp8)
+BENCH_BLOCKS(int8)
+BENCH_BLOCKS(int4)
+BENCH_BLOCKS(ternary)
+BENCH_BLOCKS(sign)
 
 #define BENCH_HALF(name)                                                                           \
     static void bench_##name##_encode(size_t i, uint32_t n)                                        \
@@ -573,24 +587,27 @@ static void bench_crc32c(size_t i, uint32_t n)
     bench_crc = bench.k->crc32c(bench_crc, (const uint8_t *)(bench.x + i), 4 * (uint64_t)n);
 }
 
+#define BENCH_BLOCKS_ROWS(name)                                                                    \
+    {#name "_encode", OP_##name##_encode, bench_##name, NULL},                                     \
+        {#name "_encode residual", OP_##name##_encode, bench_##name##_ef, NULL},                   \
+        {#name "_encode stochastic", OP_##name##_encode, bench_##name##_st, NULL},                 \
+        {#name "_encode residual stochastic", OP_##name##_encode, bench_##name##_ef_st, NULL},     \
+        {#name "_decode", OP_##name##_decode, bench_##name##_decode, bench_##name},                \
+    {                                                                                              \
+        #name "_decode_add", OP_##name##_decode_add, bench_##name##_decode_add, bench_##name       \
+    }
+
 static const struct {
     const char *name;
     enum op op;
     bench_tile *tile;
     bench_tile *prepare; /* fills what it reads; NULL: nothing */
 } benches[] = {
-    {"int8_encode", OP_int8_encode, bench_int8, NULL},
-    {"int8_encode residual", OP_int8_encode, bench_int8_ef, NULL},
-    {"int8_encode stochastic", OP_int8_encode, bench_int8_st, NULL},
-    {"int8_encode residual stochastic", OP_int8_encode, bench_int8_ef_st, NULL},
-    {"int8_decode", OP_int8_decode, bench_int8_decode, bench_int8},
-    {"int8_decode_add", OP_int8_decode_add, bench_int8_decode_add, bench_int8},
-    {"int4_encode", OP_int4_encode, bench_int4, NULL},
-    {"int4_encode residual", OP_int4_encode, bench_int4_ef, NULL},
-    {"int4_encode stochastic", OP_int4_encode, bench_int4_st, NULL},
-    {"int4_encode residual stochastic", OP_int4_encode, bench_int4_ef_st, NULL},
-    {"int4_decode", OP_int4_decode, bench_int4_decode, bench_int4},
-    {"int4_decode_add", OP_int4_decode_add, bench_int4_decode_add, bench_int4},
+    BENCH_BLOCKS_ROWS(fp8),
+    BENCH_BLOCKS_ROWS(int8),
+    BENCH_BLOCKS_ROWS(int4),
+    BENCH_BLOCKS_ROWS(ternary),
+    BENCH_BLOCKS_ROWS(sign),
     {"f16_encode", OP_f16_encode, bench_f16_encode, NULL},
     {"f16_encode residual", OP_f16_encode, bench_f16_encode_ef, NULL},
     {"f16_decode", OP_f16_decode, bench_f16_decode, bench_f16_encode},
@@ -604,6 +621,8 @@ static const struct {
     {"any_nonzero", OP_any_nonzero, bench_any_nonzero, NULL},
     {"crc32c", OP_crc32c, bench_crc32c, NULL},
 };
+
+static const char *bench_prefix = "";
 
 static double time_pass(bench_tile *tile)
 {
@@ -654,6 +673,8 @@ static void run_benches(void)
     memset(bench.encoded, 0, nbytes);
     printf("64 MiB of floats in tiles of 65,536, medians; GB/s counts the floats\n");
     for (size_t i = 0; i < sizeof benches / sizeof benches[0]; i++) {
+        if (strncmp(benches[i].name, bench_prefix, strlen(bench_prefix)) != 0)
+            continue;
         for (size_t t = 0; t < NTIERS; t++) {
             if (!tiers[t].present || (t && !tier_has(&tiers[t], benches[i].op)))
                 continue;
@@ -706,6 +727,8 @@ int main(int argc, char **argv)
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--seed") == 0 && i + 1 < argc)
             seed = strtoull(argv[++i], NULL, 0);
+        else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc)
+            bench_prefix = argv[++i];
         else if (strcmp(argv[i], "--cases") == 0 && i + 1 < argc)
             ncases_wanted = strtoull(argv[++i], NULL, 0);
         else if (strcmp(argv[i], "--bench") == 0)

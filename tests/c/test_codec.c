@@ -68,6 +68,7 @@ struct tensor {
     float *residual_old;
     float *residual; /* after encoding */
     float *decoded;
+    float *absmax; /* of blocks of x */
     uint8_t *frame;
     uint64_t frame_nbytes;
 };
@@ -79,6 +80,7 @@ static struct tensor tensor_create(uint64_t nelems)
     t.residual_old = (float *)test_alloc(4 * nelems);
     t.residual = (float *)test_alloc(4 * nelems);
     t.decoded = (float *)test_alloc(4 * nelems);
+    t.absmax = (float *)test_alloc(4 * (nelems / 32 + AGC_TILE_NELEMS_MAX / 32));
     t.frame = (uint8_t *)test_alloc(128 + 8 * nelems + 4 * 4096);
     memset(t.residual_old, 0, 4 * nelems);
     nelems_now = nelems;
@@ -91,7 +93,20 @@ static void tensor_destroy(struct tensor *t)
     free(t->residual_old);
     free(t->residual);
     free(t->decoded);
+    free(t->absmax);
     free(t->frame);
+}
+
+/* Fills in what block_absmax returns; tiles have room for blocks of 32. */
+static void find_absmax(struct tensor *t, int spec)
+{
+    uint64_t block = block_nelems_of(spec);
+    memset(t->absmax, 0, 4 * (t->nelems / 32 + AGC_TILE_NELEMS_MAX / 32));
+    for (uint64_t i = 0; block > 1 && i < t->nelems; i++) {
+        uint64_t at =
+            i / AGC_TILE_NELEMS_MAX * (AGC_TILE_NELEMS_MAX / 32) + i % AGC_TILE_NELEMS_MAX / block;
+        t->absmax[at] = fmaxf(t->absmax[at], fabsf(t->x[i]));
+    }
 }
 
 /* x and residual_old -> frame and residual -> decoded */
@@ -99,6 +114,7 @@ static void travel(struct tensor *t, int spec, bool feedback, uint32_t seed)
 {
     uint64_t nbytes, cap;
     memcpy(t->residual, t->residual_old, 4 * t->nelems);
+    find_absmax(t, spec);
     CHECK_OK(agc_frame_nbytes(&specs[spec], AGC_DTYPE_F32, t->nelems, false, &cap));
     CHECK(cap <= 128 + 8 * t->nelems + 4 * 4096);
     CHECK_OK(agc_encode(&specs[spec], t->x, AGC_DTYPE_F32, t->nelems, feedback ? t->residual : NULL,
@@ -134,23 +150,39 @@ static void for_each_finite(void (*check)(struct tensor *t))
 
 /* ---- bounds ------------------------------------------------------------------------------ */
 
-/* Levels to each side of the codecs with evenly spaced values; 0: another codec. */
+static bool is_codec(const char *name)
+{
+    return strcmp(infos[spec_now].name, name) == 0;
+}
+
+/* Steps from zero to the largest magnitude, of the codecs that are scaled by it; 0: another. */
 static double grid_levels(void)
 {
-    const char *name = infos[spec_now].name;
-    return strcmp(name, "int8") == 0 ? 127 : strcmp(name, "int4") == 0 ? 7 : 0;
+    bool stochastic = specs[spec_now].rounding == AGC_ROUNDING_STOCHASTIC;
+    return is_codec("int8")                    ? 127
+           : is_codec("int4")                  ? 7
+           : is_codec("fp8")                   ? 448
+           : is_codec("ternary") && stochastic ? 1
+                                               : 0;
 }
 
 /* The scale of element i's block, from the frame: the scales of a tile are in front of its values.
  */
 static double grid_scale(const struct tensor *t, uint64_t i)
 {
-    uint64_t block = block_nelems_of(spec_now), tile = i / AGC_TILE_NELEMS_MAX;
-    uint64_t values_nbytes = AGC_TILE_NELEMS_MAX / (grid_levels() > 7 ? 1 : 2);
-    uint64_t tile_nbytes = values_nbytes + 4 * AGC_TILE_NELEMS_MAX / block; /* of a full one */
-    tile_nbytes = (tile_nbytes + 15) / 16 * 16;
+    uint64_t block = block_nelems_of(spec_now), tile = i / AGC_TILE_NELEMS_MAX, tile_nbytes;
+    CHECK_OK(agc_frame_nbytes(&specs[spec_now], AGC_DTYPE_F32, AGC_TILE_NELEMS_MAX, false,
+                              &tile_nbytes));
+    tile_nbytes -= AGC_WIRE_HEADER_NBYTES;
     const uint8_t *scales = t->frame + AGC_WIRE_HEADER_NBYTES + tile * tile_nbytes;
     return (double)agc_f32_from_bits(agc_load_u32(scales + 4 * (i % AGC_TILE_NELEMS_MAX / block)));
+}
+
+/* Largest magnitude of element i's block, the residual left out. */
+static double block_absmax(const struct tensor *t, uint64_t i)
+{
+    uint64_t in_tile = i % AGC_TILE_NELEMS_MAX / block_nelems_of(spec_now);
+    return (double)t->absmax[i / AGC_TILE_NELEMS_MAX * (AGC_TILE_NELEMS_MAX / 32) + in_tile];
 }
 
 /* Largest error that decoding v, element i of the tensor, may have; infinite where the format may
@@ -166,18 +198,21 @@ static double grid_scale(const struct tensor *t, uint64_t i)
  */
 static double error_bound(const struct tensor *t, uint64_t i, double v)
 {
-    const char *name = infos[spec_now].name;
-    if (strcmp(name, "raw") == 0)
+    double factor = specs[spec_now].rounding == AGC_ROUNDING_STOCHASTIC ? 1.0 : 0.5;
+    if (is_codec("raw"))
         return 0.0;
-    if (strcmp(name, "fp16") == 0) /* half a unit in the last of 11 places; subnormals: of 2^-24 */
+    if (is_codec("fp16")) /* half a unit in the last of 11 places; subnormals: of 2^-24 */
         return fabs(v) >= 65520.0 ? (double)INFINITY : fmax(fabs(v) * 0x1p-11, 0x1p-25);
-    if (strcmp(name, "bf16") == 0) /* 8 places; subnormals: of 2^-133 */
+    if (is_codec("bf16")) /* 8 places; subnormals: of 2^-133 */
         return fabs(v) >= 0x1.ffp127 ? (double)INFINITY : fmax(fabs(v) * 0x1p-8, 0x1p-134);
+    if (is_codec("fp8")) /* the distance of neighbours is an eighth of their magnitude, at least */
+        return factor * fmax(fabs(v) * (0.125 + 0x1p-20), grid_scale(t, i) * 0x1p-9) +
+               fabs(v) * 0x1p-21 + 0x1p-149;
     if (grid_levels() > 0)
-        return grid_scale(t, i) *
-               ((specs[spec_now].rounding == AGC_ROUNDING_STOCHASTIC ? 1.0 : 0.5) +
-                grid_levels() * 0x1p-22);
-    FAIL("codec %s has no error bound here", name);
+        return grid_scale(t, i) * (factor + grid_levels() * 0x1p-22);
+    if (is_codec("ternary") || is_codec("sign")) /* of what is encoded without a residual */
+        return fmax(block_absmax(t, i), fabs(v)) * (1.0 + 0x1p-11) + 0x1p-149;
+    FAIL("codec %s has no error bound here", infos[spec_now].name);
 }
 
 static void check_error_bound(struct tensor *t)
@@ -263,9 +298,12 @@ static void test_constant_block(void)
                 /* Every element is the largest step, give or take roundings; a subnormal scale is
                  * rounded up too far for that, and a stochastic rounding may take the roundings for
                  * a fraction. */
-                if (grid_levels() > 0 && fabs(c) > 0x1p-110 &&
-                    specs[spec_now].rounding == AGC_ROUNDING_NEAREST)
-                    bound = fabs(c) * 0x1p-21;
+                if (specs[spec_now].rounding == AGC_ROUNDING_NEAREST && fabs(c) > 0x1p-110) {
+                    if (grid_levels() > 0)
+                        bound = fabs(c) * 0x1p-21;
+                    else if (block_nelems_of(spec_now) > 1) /* a sum of up to 4096 roundings */
+                        bound = fabs(c) * 0x1p-12;
+                }
                 if (bound < (double)INFINITY)
                     CHECK_LE(fabs((double)t.decoded[j] - c), bound);
             }
@@ -553,6 +591,16 @@ static void test_lossless_adds_doubles(void)
 
 /* ---- stochastic rounding ----------------------------------------------------------------- */
 
+/* Distance of the two values that v may become. */
+static double quantum_of(double v, double scale)
+{
+    if (!is_codec("fp8"))
+        return scale;
+    int exponent;
+    frexp(v / scale, &exponent); /* in [0.5, 1) 2^exponent */
+    return scale * ldexp(1.0, (exponent - 1 < -6 ? -6 : exponent - 1) - 3);
+}
+
 /* Decoded values average to the encoded ones. A value v of f steps beyond a multiple of the scale s
  * decodes to one of its two neighbours, with variance s^2 f (1 - f). Over N seeds the mean's
  * z-score is standard normal: with a fixed list of seeds this test sees the same numbers in every
@@ -569,7 +617,6 @@ static void test_stochastic_rounding_is_unbiased(void)
     for (spec_now = 0; spec_now < nspecs; spec_now++) {
         if (specs[spec_now].rounding != AGC_ROUNDING_STOCHASTIC || block_nelems_of(spec_now) != 256)
             continue;
-        CHECK(grid_levels() > 0); /* another codec: say here what its quantum is */
         for (int i = 0; i < NELEMS; i++)
             t.x[i] = random_unit() * 2.0f - 1.0f;
         t.x[100] = 1.27f; /* the largest: exact */
@@ -584,10 +631,11 @@ static void test_stochastic_rounding_is_unbiased(void)
                                   ((double)t.decoded[i - 1] - (double)t.x[i - 1]) / NSEEDS;
             }
         }
-        double scale = grid_scale(&t, 0), chi2 = 0.0, correlation = 0.0;
+        double chi2 = 0.0, correlation = 0.0, before = 0.0;
         for (int i = 0; i < NELEMS; i++) {
-            double steps = (double)t.x[i] / scale, f = steps - floor(steps);
-            double deviation = scale * sqrt(f * (1.0 - f) / NSEEDS);
+            double quantum = quantum_of((double)t.x[i], grid_scale(&t, 0));
+            double steps = (double)t.x[i] / quantum, f = steps - floor(steps);
+            double deviation = quantum * sqrt(f * (1.0 - f) / NSEEDS);
             if (i == 100) {
                 CHECK_LE(fabs(mean[i] - (double)t.x[i]), 1e-6);
                 continue;
@@ -597,9 +645,10 @@ static void test_stochastic_rounding_is_unbiased(void)
             CHECK_LE(z, 5.0);
             chi2 += z * z;
             /* Neighbours err independently: the products average to 0, with a deviation of at most
-             * (scale / 2)^2 / sqrt(N). */
+             * a quarter of both quanta / sqrt(N). */
             if (i)
-                correlation += product[i] / (scale * scale / 4 / sqrt(NSEEDS));
+                correlation += product[i] / (quantum * before / 4 / sqrt(NSEEDS));
+            before = quantum;
         }
         CHECK_LE(chi2, 255 + 5 * 22.6);
         CHECK_LE(255 - 5 * 22.6, chi2);
@@ -620,8 +669,10 @@ static void test_stochastic_rounding_is_keyed(void)
     for (spec_now = 0; spec_now < nspecs; spec_now++) {
         if (specs[spec_now].rounding != AGC_ROUNDING_STOCHASTIC)
             continue;
+        /* Half-way between two steps, with a scale of 1; fp8's are one apart from 8 on. */
+        float low = is_codec("fp8") ? 8.0f : 0.0f;
         for (uint64_t i = 0; i < a.nelems; i++)
-            a.x[i] = b.x[i] = i % 32 ? 1.0f : 2.0f * (float)grid_levels();
+            a.x[i] = b.x[i] = i % 32 ? low + 0.5f : (float)grid_levels();
         travel(&a, spec_now, false, 1);
         travel(&b, spec_now, false, 1);
         CHECK_BYTES(a.frame, b.frame, a.frame_nbytes);
@@ -630,7 +681,7 @@ static void test_stochastic_rounding_is_keyed(void)
         CHECK(memcmp(a.decoded, a.decoded + AGC_TILE_NELEMS_MAX, 4 * AGC_TILE_NELEMS_MAX) != 0);
         uint64_t nup = 0;
         for (uint64_t i = 0; i < a.nelems; i++)
-            nup += i % 32 && a.decoded[i] != 0.0f;
+            nup += i % 32 && a.decoded[i] > low;
         double n = (double)a.nelems * 31 / 32; /* half of them, give or take 5 deviations */
         CHECK_LE(fabs((double)nup - n / 2), 5 * sqrt(n / 4));
     }
@@ -733,6 +784,24 @@ static void test_halves_round_to_even(void)
 
 /* ---- sizes and specs --------------------------------------------------------------------- */
 
+/* Bytes of a tile of a codec with blocks. */
+static uint64_t blocks_nbytes(const char *name, uint64_t block, uint64_t n)
+{
+    static const struct {
+        const char *name;
+        uint64_t per_byte;
+    } known[] = {{"fp8", 1}, {"int8", 1}, {"int4", 2}, {"ternary", 5}, {"sign", 8}};
+    for (size_t i = 0; i < sizeof known / sizeof known[0]; i++) {
+        uint64_t nbytes = 0, per_byte = known[i].per_byte;
+        if (strcmp(name, known[i].name) != 0)
+            continue;
+        for (uint64_t first = 0; first < n; first += block)
+            nbytes += 4 + ((n - first < block ? n - first : block) + per_byte - 1) / per_byte;
+        return nbytes;
+    }
+    FAIL("codec %s has no size here", name);
+}
+
 /* Bytes of a frame by the description in the codecs' headers, one tile after another. */
 static uint64_t expected_nbytes(const struct agc_spec *spec, const char *name, uint32_t dtype,
                                 uint64_t nelems)
@@ -746,12 +815,8 @@ static uint64_t expected_nbytes(const struct agc_spec *spec, const char *name, u
             payload = n * agc_dtype_nbytes(dtype);
         else if (strcmp(name, "fp16") == 0 || strcmp(name, "bf16") == 0)
             payload = 2 * n;
-        else if (strcmp(name, "int8") == 0)
-            payload = n + 4 * ((n + s.block_nelems - 1) / s.block_nelems);
-        else if (strcmp(name, "int4") == 0)
-            payload = (n + 1) / 2 + 4 * ((n + s.block_nelems - 1) / s.block_nelems);
         else
-            FAIL("codec %s has no size here", name);
+            payload = blocks_nbytes(name, s.block_nelems, n);
         nbytes += (i == 0 ? full : 1) * ((payload + 15) / 16 * 16);
     }
     return nbytes;

@@ -12,13 +12,25 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from codec_cases import STEP_ERROR
 from ranks import run_ranks, run_ranks_raising
 from test_feedback import Recorder, check_conservation
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
-from toys import CODECS, all_equal, batch, digest, digest_grads, digest_params, mlp, train, wrap
+from toys import (
+    CODECS,
+    ZERO_STAYS,
+    all_equal,
+    batch,
+    digest,
+    digest_grads,
+    digest_params,
+    mlp,
+    train,
+    wrap,
+)
 
 import agentcomm
 
@@ -421,9 +433,9 @@ def odd(rank, nranks, codec):
         if codec == "raw" and nranks == 2:
             assert torch.equal(param.grad, twin.grad), name
         elif param.numel():
-            # Three eighths: two quantisations of int8, at most of a block that has a larger maximum
-            # than this parameter; a gross error (another parameter's values) is what must show.
-            assert (param.grad - twin.grad).abs().max() <= 0.4 * max(
+            # Two quantisations of a block that may have a larger maximum than this parameter; a gross
+            # error (another parameter's values) is what must show.
+            assert (param.grad - twin.grad).abs().max() <= max(0.4, 3 * STEP_ERROR[codec]) * max(
                 p.grad.abs().max().item() for p in plain.parameters() if p.numel()
             )
     return digest_grads(ddp), (recorder.rounds, recorder.residuals())
@@ -525,8 +537,7 @@ def complex_model(rank, nranks, codec):
     error = (weight.grad - mean).abs().max() / mean.abs().max()
     assert weight.grad.imag.abs().max() > 0.1 * mean.abs().max()
     # int8: half a step of each rank's block, twice since the residual of the last round is added.
-    bounds = {"raw": 1e-6, "fp16": 2e-3, "bf16": 2e-2, "int8": 3e-2, "int4": 3e-2 * 127 / 7}
-    assert error <= bounds[codec]
+    assert error <= 4 * STEP_ERROR[codec] + 1e-6
     assert handle.residual(weight).shape == (40, 40, 2)
     return digest([weight.grad])
 
@@ -596,7 +607,8 @@ def unused_rows(rank, nranks, codec):
         tokens = torch.randint(0, 10, (8,), generator=generator)
         ddp(tokens, 0.0 if rank == 1 else 1.0).backward()
         optimizer.step()
-    assert torch.equal(rows[10:], before[10:])
+    if codec in ZERO_STAYS:
+        assert torch.equal(rows[10:], before[10:])
     assert bool((rows[:10] != before[:10]).any(1).all())
     return digest_params(ddp)
 

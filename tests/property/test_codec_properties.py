@@ -29,7 +29,10 @@ BLOCKED = [name for name, row in CODECS.items() if row["block_nelems"]]
 ALL_FEATURES = 0xFFFFFFFF
 
 any_spec = st.sampled_from(list(CODECS)) | st.builds(
-    lambda name, log2, rounding: f"{name}[block={1 << log2},rounding={rounding}]",
+    lambda name, log2, rounding: (
+        f"{name}[block={1 << log2}"
+        + (f",rounding={rounding}]" if CODECS[name]["stochastic"] else "]")
+    ),
     st.sampled_from(BLOCKED),
     st.integers(5, 12),
     st.sampled_from(specs.ROUNDINGS),
@@ -78,13 +81,23 @@ def error_bound(spec, x):
     if codec.name == "bf16":
         largest = (2 - 2.0**-8) * 2.0**127
         return np.where(wide < largest, np.maximum(wide * 2.0**-8, 2.0**-134), np.inf)
-    # int8, int4. Half a scale, or a whole one if stochastic. Five roundings to float32 lie on the
-    # way there and back, each of up to 127 scales times 2^-24, and the scale itself may be two
-    # units in the last place off where 127 times it would not be finite: 127 (5 + 4) 2^-24 < 2^-13
-    # scales. In subnormals a rounding is 2^-150.
     absmax = np.abs(blocks_of(x, codec.block).astype(np.float64)).max(axis=1, initial=0)
-    scale = np.repeat(absmax / LEVELS[codec.name] + 2.0**-149, codec.block)[: len(x)]
-    return scale * ((0.5 if codec.rounding == "nearest" else 1) + 2.0**-13) + 2.0**-149
+    absmax = np.repeat(absmax, codec.block)[: len(x)]
+    if codec.name not in LEVELS:  # sign, ternary: nothing beyond the block's largest
+        return absmax * (1 + 2.0**-11) + 2.0**-149
+    # Half the distance of two steps, or a whole one if stochastic. Five roundings to float32 lie on
+    # the way there and back, each of up to 127 scales times 2^-24 (fp8: of 2^-24 of the element),
+    # and the scale itself may be two units in the last place off where 127 times it would not be
+    # finite: 127 (5 + 4) 2^-24 < 2^-13 scales. In subnormals a rounding is 2^-150.
+    scale = absmax / LEVELS[codec.name] + 2.0**-149
+    half = 0.5 if codec.rounding == "nearest" else 1
+    if codec.name == "fp8":
+        return (
+            half * np.maximum(wide / 8, 2.0**-9 * scale) * (1 + 2.0**-11)
+            + wide * 2.0**-20
+            + 2.0**-149
+        )
+    return scale * (half + 2.0**-13) + 2.0**-149
 
 
 @given(vectors(finite_float), any_spec)
@@ -207,7 +220,7 @@ def test_decoded_numbers_stay_what_they_are(x, spec):
     st.sampled_from(BLOCKED),
     st.integers(-30, 30),
 )
-def test_int8_scales_with_powers_of_two(x, name, exponent):
+def test_blocks_scale_with_powers_of_two(x, name, exponent):
     """Every operation is exact in the exponent, as long as nothing is subnormal or huge."""
     absmax = np.abs(blocks_of(x, CODECS[name]["block_nelems"])).max(axis=1, initial=0)
     assume(((absmax == 0) | (absmax > 2.0**-50)).all())
@@ -215,7 +228,7 @@ def test_int8_scales_with_powers_of_two(x, name, exponent):
     assert torch.equal(round_trip(x * np.float32(factor), name), round_trip(x, name) * factor)
 
 
-@pytest.mark.parametrize("spec", ["raw", "fp16", "bf16", "int8", "int8[block=4096]"])
+@pytest.mark.parametrize("spec", ["raw", "fp16", "bf16", "int8[block=4096]", *BLOCKED])
 def test_tiles_do_not_know_of_each_other(spec):
     """A frame's payload is that of its tiles' frames, end to end: what an exchange relies on."""
     x = of(values("patchwork", 2 * 65536 + 300, "float32"))
@@ -230,17 +243,26 @@ def test_tiles_do_not_know_of_each_other(spec):
 # by chance less than one seed in a million would fail, and the seeds are fixed.
 
 FRACTIONS = [0.001, 0.1, 0.25, 0.5, 0.77, 0.999]
+# Steps to start from, one apart from the next; fp8's are one apart between 8 and 16.
+STEPS = {"fp8": [8, 15, -9, -16], "int8": [0, 1, -1, 5, -126], "int4": [0, 1, -1, 5, -6]}
+STEPS["ternary"] = [0, -1]
 
 
-@pytest.mark.parametrize("spec", STOCHASTIC)
-@pytest.mark.parametrize("step", [0, 1, -1, 5, "lowest"])
+def largest_of(spec):
+    """Return the largest number of a block whose scale is 1."""
+    return LEVELS.get(specs.parse(spec).name, 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "step"),
+    [(spec, step) for spec in STOCHASTIC for step in STEPS[specs.parse(spec).name]],
+)
 @pytest.mark.parametrize("fraction", FRACTIONS)
 def test_stochastic_rounding_is_unbiased_over_elements(spec, step, fraction):
     """A number goes up with the probability of its distance from the lower step."""
-    nelems, levels = 60_000, LEVELS[specs.parse(spec).name]
-    step = 1 - levels if step == "lowest" else step
+    nelems = 60_000
     x = torch.full((nelems,), step + fraction)
-    x[::256] = levels  # the scale is 1
+    x[::256] = largest_of(spec)
     frame = agentcomm.encode(x, spec, seed=12)
     back = agentcomm.decode(frame)
     others = torch.arange(nelems) % 256 != 0
@@ -266,12 +288,16 @@ def test_stochastic_rounding_is_unbiased_over_seeds(spec):
     total = torch.zeros(nelems, dtype=torch.float64)
     for seed in range(nseeds):
         agentcomm.decode(agentcomm.encode(x, spec, seed=seed), out=total, add=True)
-    scale = 4.0 / LEVELS[specs.parse(spec).name]
-    p = torch.frac(x.double() / scale).abs()
-    deviation = scale * (p * (1 - p) * nseeds).sqrt()
+    scale = 4.0 / largest_of(spec)
+    steps = x.double() / scale
+    apart = torch.ones(nelems, dtype=torch.float64)
+    if specs.parse(spec).name == "fp8":
+        apart = 2.0 ** (torch.log2(steps.abs()).floor().clamp(min=-6) - 3)
+    p = torch.frac(steps / apart).abs()
+    deviation = scale * apart * (p * (1 - p) * nseeds).sqrt()
     # 127 roundings of 2^-24 each may shift a mean by 2^-17 scales: small against the deviation, but
     # not zero.
-    error = (total - nseeds * x.double()).abs() - nseeds * scale * 2.0**-17
+    error = (total - nseeds * x.double()).abs() - nseeds * scale * apart * 2.0**-17
     assert (error < 5 * deviation + 1e-3 * scale).all()
     # The sum over all elements of the block: their draws are independent of each other within one
     # seed.
@@ -281,12 +307,13 @@ def test_stochastic_rounding_is_unbiased_over_seeds(spec):
 
 @pytest.mark.parametrize("spec", STOCHASTIC)
 def test_draws_of_different_seeds_are_independent(spec):
-    x = torch.full((60_000,), 0.5)
-    x[::256] = LEVELS[specs.parse(spec).name]
+    half_way = STEPS[specs.parse(spec).name][0] + 0.5
+    x = torch.full((60_000,), half_way)
+    x[::256] = largest_of(spec)
     others = torch.arange(60_000) % 256 != 0
     seeds = [0, 1, 2, 3, 0x80000000, 0xFFFFFFFF]
     ups = [
-        agentcomm.decode(agentcomm.encode(x, spec, seed=seed))[others].double() - 0.5
+        agentcomm.decode(agentcomm.encode(x, spec, seed=seed))[others].double() - half_way
         for seed in seeds
     ]
     n = int(others.sum())

@@ -179,7 +179,7 @@ def test_another_version_is_named_before_anything_else(version):
     ("fields", "status"),
     [
         ({"codec_id": 0}, "AGC_ERR_CODEC"),
-        ({"codec_id": 4}, "AGC_ERR_CODEC"),
+        ({"codec_id": 9}, "AGC_ERR_CODEC"),
         ({"codec_id": 255}, "AGC_ERR_CODEC"),
         ({"codec_id": 1}, "AGC_ERR_HEADER"),  # raw with blocks
         ({"codec_id": 2, "block_log2": 0}, "AGC_ERR_HEADER"),  # fp16 with the length of int8

@@ -53,9 +53,10 @@ def test_every_public_name_is_there():
 
 
 def test_lists_of_public_names_agree():
-    assert agentcomm.__all__ == sorted(agentcomm.__all__)
+    assert len(agentcomm.__all__) == len(set(agentcomm.__all__))  # their order is ruff's business
     homes = agentcomm._HOMES
-    assert sorted(name for names in homes.values() for name in names) == agentcomm.__all__
+    in_homes = sorted(name for names in homes.values() for name in names)
+    assert in_homes == sorted(agentcomm.__all__)
     tree = ast.parse(Path(agentcomm.__file__).read_text())
     typed = {
         (node.module, alias.name)

@@ -21,7 +21,7 @@ SECONDS = "it must be None or seconds above 0 and below 1e+08"
 # keyword: [(value, what the message says)]
 WRONG = {
     "spec": [
-        ("int9", "'int9' in spec 'int9' is no codec; there are raw, fp16, bf16, int8, int4"),
+        ("int9", "'int9' in spec 'int9' is no codec; there are raw, fp16, bf16, fp8, int8, int4"),
         ("int8[block=100]", f"block=100 is out of range; {BLOCK}"),
         (None, "a spec is a text such as 'int8' or a codec object, not NoneType None"),
     ],
@@ -41,7 +41,10 @@ WRONG = {
         (2, 'feedback=2 is unknown; it must be True, False or "auto"'),
     ],
     "rules": [
-        ({"*": "int7"}, "'int7' in spec 'int7' is no codec; there are raw, fp16, bf16, int8, int4"),
+        (
+            {"*": "int7"},
+            "'int7' in spec 'int7' is no codec; there are raw, fp16, bf16, fp8, int8, int4",
+        ),
         ({"*": 8}, "a spec is a text such as 'int8' or a codec object, not int 8"),
         ({"*.bias": "raw", "*": "int8[block=1]"}, f"block=1 is out of range; {BLOCK}"),
     ],

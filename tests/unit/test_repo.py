@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from oracles import LEVELS
+from oracles import PER_BYTE
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -176,9 +176,9 @@ def test_codec_is_defined_in_its_own_file(number, symbol, name):
 def test_codec_has_an_oracle(number, symbol, name):
     tree = ast.parse((ROOT / "tests" / "oracles.py").read_text())
     functions = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    assert symbol in LEVELS or any(symbol in function.split("_") for function in functions), (
+    assert symbol in PER_BYTE or any(symbol in function.split("_") for function in functions), (
         f"tests/oracles.py needs a function with {symbol} between underscores, as encode_{symbol},"
-        " or an entry in LEVELS for encode_grid"
+        " or an entry in PER_BYTE for encode_blocks"
     )
 
 

@@ -65,11 +65,14 @@ def test_parse(text, codec, printed):
     [
         (
             "int9",
-            "'int9' in spec 'int9' is no codec; there are raw, fp16, bf16, int8, int4 (did you"
-            " mean 'int8' or 'int4'?)",
+            "'int9' in spec 'int9' is no codec; there are raw, fp16, bf16, fp8, int8, int4,"
+            " ternary, sign (did you mean 'int8' or",
         ),
-        ("bf61", "is no codec; there are raw, fp16, bf16, int8, int4 (did you mean 'bf16'"),
-        ("topk", "'topk' in spec 'topk' is no codec; there are raw, fp16, bf16, int8, int4"),
+        (
+            "bf61",
+            "fp8, int8, int4, ternary, sign (did you mean 'bf16'",
+        ),
+        ("topk", "'topk' in spec 'topk' is no codec; there are raw, fp16, bf16, fp8, int8, int4"),
         ("topk:0.01+int8", "'topk:0.01+int8' in spec 'topk:0.01+int8' is no codec; there are"),
         ("", "'' is no spec; write name[option=value,...], for example 'int8[block=128]'"),
         ("8int", "'8int' is no spec; write name[option=value,...]"),
