@@ -1,6 +1,6 @@
 # Every target sets up for itself what it needs, in .venv: a fresh machine needs python3, gcc and g++.
 #
-#   make setup      the project and its test and demo extras, installed in .venv (editable)
+#   make setup      the project and its extras, installed in .venv (editable)
 #   make demo       examples/demo.py
 #   make test       the C tests, then pytest          PYTEST_ARGS="-m 'not slow' -x"
 #   make bench      kernels in C, then the step time over loopback    BENCH_ARGS=...
@@ -81,7 +81,7 @@ clean:
 $(BUILT): $(shell find csrc -type f) setup.py pyproject.toml \
 		$(wildcard .venv/lib/python3*/site-packages/torch/version.py) | $(PY)
 	$(PY) -c "$(NEW_ENOUGH)" 2>/dev/null || $(PIP) install "$(TORCH)" numpy
-	$(PIP) install --no-build-isolation --editable '.[demo,test]'
+	$(PIP) install --no-build-isolation --editable '.[bench,demo,test]'
 	touch $@
 
 $(LINTERS): pyproject.toml | $(PY)

@@ -80,8 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None takes those of the process.
 
     Returns:
-        The exit status: 0, or 1 if something is missing from the installation.
+        The exit status: 0, or 1 if something is missing from the installation or a benchmark
+        failed.
     """
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["bench"]:
+        from agentcomm.bench import _command  # here: it needs more than the library does
+
+        return _command.main(words[1:])
     parser = argparse.ArgumentParser(
         prog="agentcomm",
         description="A communication layer for PyTorch that sends compressed, chunked gradients.",
@@ -90,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser("info", help="show the build, CPU tier, torch, backends and codecs")
     info.add_argument("--json", action="store_true", help="as JSON")
-    arguments = parser.parse_args(argv)
+    commands.add_parser("bench", help="measure the codecs: bench codecs, bench accuracy")
+    arguments = parser.parse_args(words)
     return _print_info(arguments.json)
 
 

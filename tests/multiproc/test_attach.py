@@ -433,8 +433,8 @@ def odd(rank, nranks, codec):
         if codec == "raw" and nranks == 2:
             assert torch.equal(param.grad, twin.grad), name
         elif param.numel():
-            # Two quantisations of a block that may have a larger maximum than this parameter; a gross
-            # error (another parameter's values) is what must show.
+            # Two quantisations of a block that may have a larger maximum than this parameter; a
+            # gross error (another parameter's values) is what must show.
             assert (param.grad - twin.grad).abs().max() <= max(0.4, 3 * STEP_ERROR[codec]) * max(
                 p.grad.abs().max().item() for p in plain.parameters() if p.numel()
             )
