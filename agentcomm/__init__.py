@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from agentcomm.frames import codecs, decode, encode
     from agentcomm.hook import Handle, HookState, attach, comm_hook
-    from agentcomm.specs import Bf16, Codec, Fp8, Fp16, Int4, Int8, Raw, Sign, Ternary
+    from agentcomm.specs import Bf16, Codec, Fp8, Fp16, Int4, Int8, RandK, Raw, Sign, Ternary, TopK
     from agentcomm.stats import BucketStats, Stats
 
 __version__ = "0.1.0"
@@ -45,9 +45,11 @@ _HOMES = {
         "Fp8",
         "Int4",
         "Int8",
+        "RandK",
         "Raw",
         "Sign",
         "Ternary",
+        "TopK",
     ),
     "agentcomm.stats": ("BucketStats", "Stats"),
 }
@@ -67,12 +69,14 @@ __all__ = [
     "Int8",
     "MismatchError",
     "PeerError",
+    "RandK",
     "Raw",
     "Sign",
     "SpecError",
     "StateError",
     "Stats",
     "Ternary",
+    "TopK",
     "Work",
     "all_reduce",
     "attach",

@@ -53,7 +53,7 @@ class Engine:
         dtype: int,
         params: list[int],
         lane_of: list[int],
-        lanes: list[tuple[_Spec, bool]],
+        lanes: list[tuple[_Spec, bool, bool, float]],
         sum: bool,
         /,
     ) -> None: ...

@@ -18,7 +18,7 @@ logger = logging.getLogger("agentcomm")
 
 LATE_S = 10.0
 
-Lane = tuple[SpecTuple, bool]
+Lane = tuple[SpecTuple, bool, bool, float]  # spec, feedback, LaneOptions
 
 
 class _Failed:

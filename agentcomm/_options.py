@@ -82,10 +82,13 @@ class Options:
         }
 
     def lane(self, codec: Codec) -> Lane:
-        """Return the lane of a codec: its spec and whether it keeps a residual."""
-        if self.feedback == "auto":
-            return codec.to_tuple(), codec.feedback_default
-        return codec.to_tuple(), bool(self.feedback) and not codec.lossless
+        """Return the lane of a codec: its spec, whether it keeps a residual, its options."""
+        feedback = (
+            codec.feedback_default
+            if self.feedback == "auto"
+            else bool(self.feedback) and not codec.lossless
+        )
+        return codec.to_tuple(), feedback, *codec.lane_options
 
     def config(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""

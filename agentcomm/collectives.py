@@ -11,7 +11,7 @@ from agentcomm._exchange import Exchange, check_timeout, chunk_log2_of
 from agentcomm._rendezvous import Meeting, group_timeout_s, members_of, tell_failure
 from agentcomm._tensors import as_real, check_device, dtype_id
 from agentcomm.errors import SpecError, StateError
-from agentcomm.specs import Codec, parse
+from agentcomm.specs import Codec, check_without_rounds, parse
 from agentcomm.stats import Stats
 
 
@@ -70,7 +70,7 @@ class _GroupReducer:
                 self.kinds.clear()
                 index = 0
             number = self.exchange.add_param(real.numel())
-            lanes = [(codec.to_tuple(), False)]
+            lanes = [(codec.to_tuple(), False, *codec.lane_options)]
             self.exchange.define_bucket(
                 index, dtype_id(real.dtype), [number], [0], lanes, sum_=op == "sum"
             )
@@ -126,6 +126,7 @@ def all_reduce(
     if group is outside:
         return None
     codec = parse(spec)
+    check_without_rounds(codec)
     if op not in ("mean", "sum"):
         raise SpecError(f"op={op!r} is unknown; it must be 'mean' or 'sum'")
     check_timeout(timeout_s)

@@ -7,7 +7,7 @@ import torch
 from agentcomm import _core
 from agentcomm._tensors import DTYPE_OF_ID, as_real, capsule, check_device, dtype_id
 from agentcomm.errors import SpecError
-from agentcomm.specs import Codec, codec_table, parse
+from agentcomm.specs import FRAC_UNIT, Codec, check_without_rounds, codec_table, parse
 
 
 def codecs() -> list[dict[str, Any]]:
@@ -15,17 +15,21 @@ def codecs() -> list[dict[str, Any]]:
 
     Returns:
         One dict per codec: name, id, block_nelems (default number of elements that share a scale,
-        0 for none), bits_per_element (for float32), lossless, feedback (whether ``"auto"`` keeps a
-        residual), stochastic (whether it offers stochastic rounding), zero_stays_zero, cuda.
+        0 for none), bits_per_element (for float32; of a sparse codec, per element kept), lossless,
+        feedback (whether ``"auto"`` keeps a residual), stochastic (whether it offers stochastic
+        rounding), zero_stays_zero, sparse (whether it keeps a fraction), values (whether sparse
+        codecs may send their values in it), cuda.
 
     Example:
         >>> [row["name"] for row in codecs()]
-        ['raw', 'fp16', 'bf16', 'fp8', 'int8', 'int4', 'ternary', 'sign']
+        ['raw', 'fp16', 'bf16', 'fp8', 'int8', 'int4', 'ternary', 'sign', 'topk', 'randk']
     """
     nelems = 1 << 24
     table = []
     for row in codec_table().values():
-        nbytes = _core.frame_nbytes((row["id"], 0, 0, 0, 0), 1, nelems, False) - _core.HEADER_NBYTES
+        frac_e9 = FRAC_UNIT if row["sparse"] else 0
+        nbytes = _core.frame_nbytes((row["id"], 0, 0, frac_e9, 0), 1, nelems, False)
+        nbytes -= _core.HEADER_NBYTES
         table.append(row | {"bits_per_element": 8 * nbytes / nelems, "cuda": False})
     return table
 
@@ -84,6 +88,7 @@ def encode(
         1088
     """
     codec = parse(spec)
+    check_without_rounds(codec)
     if nthreads < 1:
         raise SpecError(f"nthreads={nthreads} is out of range; it must be at least 1")
     if not isinstance(seed, int) or not 0 <= seed < 1 << 32:

@@ -61,6 +61,7 @@ class Handle:
         self._options = options
         self._codec = options.codec()
         self._rules = options.rule_codecs()
+        self._note_ramps()
         self._names = None if module is None else Names(module)
         self._ddp = weakref.ref(module) if isinstance(module, DistributedDataParallel) else None
         self._members: Members = members_of(group)
@@ -138,6 +139,7 @@ class Handle:
         """
         self._check_open()
         self._codec = with_rounding(parse(spec), self._options.rounding)
+        self._note_ramps()
         self._epoch += 1
 
     def reset_residuals(self) -> None:
@@ -194,10 +196,10 @@ class Handle:
             return _dense_allreduce(self._members.group, tensor)
         params = bucket.parameters()
         real = as_real(tensor)
-        warm = round_ < self._options.warmup_nrounds
-        key = (self._epoch, warm, real.dtype, real.numel(), *map(id, params))
+        since = round_ - self._options.warmup_nrounds
+        key = (self._epoch, self._phase(since), real.dtype, real.numel(), *map(id, params))
         if self._layouts.get(index) != key:
-            self._define(index, key, params, tensor, real)
+            self._define(index, key, since, params, tensor, real)
         if last:
             self._look_for_frozen()
         return self._exchange.submit(index, round_, nforwards, self._is_absent(), real, tensor)
@@ -226,13 +228,23 @@ class Handle:
         if real.stride() != strides:
             dense = torch.empty_strided(real.shape, strides, dtype=real.dtype).copy_(real)
         flat = dense.as_strided((dense.numel(),), (1,))
-        warm = self._round < self._options.warmup_nrounds
-        key = (self._epoch, warm, flat.dtype, flat.numel(), id(param))
+        since = self._round - self._options.warmup_nrounds
+        key = (self._epoch, self._phase(since), flat.dtype, flat.numel(), id(param))
         if self._layouts.get(index) != key:
-            self._define(index, key, [param], flat, flat)
+            self._define(index, key, since, [param], flat, flat)
         self._exchange.submit(index, self._round, 0, False, flat, None).wait()
         if dense is not real:
             real.copy_(dense)
+
+    def _phase(self, since: int) -> object:
+        """Return what changes when the codecs do: with the warm-up's end, and along a ramp."""
+        if since < 0:
+            return "warm-up"
+        return tuple(codec.at_round(since) for codec in self._ramped)
+
+    def _note_ramps(self) -> None:
+        codecs = (self._codec, *self._rules.values())
+        self._ramped = [codec for codec in codecs if codec.at_round(0) is not codec]
 
     def _look_for_frozen(self) -> None:
         """Note in the first round, when all buckets are known, and check in every one."""
@@ -261,11 +273,15 @@ class Handle:
         self,
         index: int,
         key: tuple[Any, ...],
+        since: int,
         params: list[torch.Tensor],
         tensor: torch.Tensor,
         real: torch.Tensor,
     ) -> None:
-        """Tell the core a bucket's layout: in the first round, and when DDP has rebuilt them."""
+        """Tell the core a bucket's layout: in the first round, and when DDP has rebuilt them.
+
+        since: rounds since the warm-up; negative while it lasts.
+        """
         exchange = self._exchange
         assert exchange is not None
         check_device(tensor, f"bucket {index}")
@@ -278,7 +294,8 @@ class Handle:
             nelems = as_real(param.detach()).numel()
             total += nelems
             numbers.append(self._param_number(param, nelems))
-            lane = self._options.lane(_RAW if key[1] else self._codec_of(param, nelems))
+            codec = _RAW if since < 0 else self._codec_of(param, nelems).at_round(since)
+            lane = self._options.lane(codec)
             if lane not in lanes:
                 lanes.append(lane)
             lane_of.append(lanes.index(lane))

@@ -7,6 +7,7 @@ each codec has a frozen dataclass that prints as its spec, so that ``parse(str(s
 import difflib
 import re
 from dataclasses import dataclass, fields, replace
+from decimal import Decimal
 from functools import cache
 from typing import Any, ClassVar
 
@@ -14,9 +15,14 @@ from agentcomm.errors import SpecError
 
 BLOCK_MIN, BLOCK_MAX, BLOCK_DEFAULT = 32, 4096, 256
 ROUNDINGS = ("nearest", "stochastic")
+SCOPES = ("tile", "tensor")
+FRAC_UNIT = 10**9
+RAMP_NSTAGES = 4
 
 # (codec id, block, rounding, kept fraction in 10^-9, codec id of the values): struct agc_spec.
 SpecTuple = tuple[int, int, int, int, int]
+# (top-k of each parameter inside a tile, momentum): the rest of struct agc_lane_desc but feedback.
+LaneOptions = tuple[bool, float]
 
 
 @cache
@@ -59,6 +65,15 @@ class Codec:
     def to_tuple(self) -> SpecTuple:
         """Return the form that the core takes."""
         return (codec_table()[self.name]["id"], 0, 0, 0, 0)
+
+    @property
+    def lane_options(self) -> LaneOptions:
+        """Return what the engine is told of a lane beside the spec."""
+        return False, 0.0
+
+    def at_round(self, round_: int) -> "Codec":
+        """Return the codec to use in a round: another one while a ramp lasts."""
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,9 +220,179 @@ class Sign(BlockCodec):
     name: ClassVar[str] = "sign"
 
 
+@dataclass(frozen=True, slots=True)
+class SparseCodec(Codec):
+    """Base of the codecs that send a fraction of the elements and keep the others back.
+
+    Args:
+        keep_frac: fraction of the elements that is sent, above 0 and at most 1, in steps of 10^-9.
+            A tile of n elements (65,536 of a large tensor) sends max(1, ceil(n keep_frac)).
+        values: codec of the values that are sent: "raw" (the tensor's own data type), "fp16",
+            "fp8", "int8", "int4" or "sign".
+        block: elements that share a scale, for values of fp8, int8, int4, sign.
+        rounding: "nearest" or "stochastic", for values of fp8, int8, int4.
+        momentum: of momentum correction, at least 0 and below 1. In ``attach`` only: each rank sends
+            from its velocity u = momentum u + gradient, which is forgotten where it is sent; the
+            optimizer should have no momentum of its own.
+        ramp: rounds in which the fraction comes down to keep_frac, in four steps of equal ratio. In
+            ``attach`` only; it begins after the rounds of ``warmup_nrounds``.
+
+    Raises:
+        SpecError: an option is out of range, or does not belong to these values.
+
+    Source:
+        Momentum correction, momentum factor masking and the exponential ramp: Lin et al., "Deep
+        Gradient Compression" (2018), equations 4 to 6 and section 3.3.
+    """
+
+    keep_frac: float
+    values: str = "raw"
+    block: int = BLOCK_DEFAULT
+    rounding: str = "nearest"
+    momentum: float = 0.0
+    ramp: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        # What the core takes, so that equal codecs are equal objects and print alike.
+        object.__setattr__(self, "keep_frac", check_keep_frac(self.keep_frac) / FRAC_UNIT)
+        known = ["raw", *(name for name, row in codec_table().items() if row["values"])]
+        if self.values not in known:
+            raise SpecError(
+                f"values={self.values!r} is unknown; {self.name} sends values as"
+                f" {', '.join(known)}, for example '{self.name}:0.01+int8'"
+                f"{suggest(str(self.values), known)}"
+            )
+        check_block(self.block)
+        check_rounding(self.rounding)
+        if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
+            raise SpecError(
+                f"momentum={self.momentum!r} is out of range; it must be at least 0 and below 1, for"
+                " example momentum=0.9"
+            )
+        if isinstance(self.ramp, bool) or not isinstance(self.ramp, int) or self.ramp < 0:
+            raise SpecError(
+                f"ramp={self.ramp!r} is out of range; it must be a whole number of rounds, at least"
+                " 0"
+            )
+        row = codec_table()[self.values]
+        if self.block != BLOCK_DEFAULT and not row["block_nelems"]:
+            raise SpecError(f"block={self.block} with values={self.values!r}: these have no blocks")
+        if self.rounding != "nearest" and not row["stochastic"]:
+            raise SpecError(
+                f"rounding={self.rounding!r} with values={self.values!r}: these are not rounded so"
+            )
+
+    def __str__(self) -> str:
+        """Return the spec text, options at their defaults left out."""
+        frac = f"{Decimal(self._frac_e9) / FRAC_UNIT:f}"
+        values = "" if self.values == "raw" else f"+{self.values}"
+        options = ",".join(
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if field.name not in ("keep_frac", "values")
+            and getattr(self, field.name) != field.default
+        )
+        return f"{self.name}:{frac}{values}" + (f"[{options}]" if options else "")
+
+    def at_round(self, round_: int) -> "SparseCodec":
+        """Return the codec of a round of the ramp; from its end on this one without a ramp.
+
+        In quarter r of the ramp (0..3) the fraction is keep_frac^((r + 1) / 5): for 0.001 about
+        0.25, 0.063, 0.016, 0.004.
+        """
+        if self.ramp == 0:
+            return self
+        stage = min(RAMP_NSTAGES * max(round_, 0) // self.ramp, RAMP_NSTAGES)
+        return replace(self, keep_frac=self.keep_frac ** ((stage + 1) / (RAMP_NSTAGES + 1)), ramp=0)
+
+    @property
+    def lane_options(self) -> LaneOptions:
+        """Return what the engine is told of a lane beside the spec."""
+        return False, self.momentum
+
+    @property
+    def _frac_e9(self) -> int:
+        return round(self.keep_frac * FRAC_UNIT)
+
+    def to_tuple(self) -> SpecTuple:
+        """Return the form that the core takes."""
+        table = codec_table()
+        values = table[self.values]
+        return (
+            table[self.name]["id"],
+            self.block if values["block_nelems"] else 0,
+            ROUNDINGS.index(self.rounding),
+            self._frac_e9,
+            0 if self.values == "raw" else values["id"],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TopK(SparseCodec):
+    """The elements of each tile with the largest magnitudes, and where they are.
+
+    Exactly max(1, ceil(n keep_frac)) of a tile of n elements, ties to the lowest index. An index
+    takes 16 bits. Use it with error feedback. Options as in ``SparseCodec``, and
+
+    Args:
+        scope: "tile": the largest of each tile. "tensor": where a tile holds several parameters,
+            the largest of each, in proportion to their lengths and at least one.
+
+    Source:
+        Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory" (2018); Lin et al., "Deep Gradient
+        Compression" (2018).
+    """
+
+    name: ClassVar[str] = "topk"
+    scope: str = "tile"
+
+    def __post_init__(self) -> None:
+        """Check the options."""
+        SparseCodec.__post_init__(self)
+        if self.scope not in SCOPES:
+            raise SpecError(f"scope={self.scope!r} is unknown; it must be 'tile' or 'tensor'")
+
+    @property
+    def lane_options(self) -> LaneOptions:
+        """Return what the engine is told of a lane beside the spec."""
+        return self.scope == "tensor", self.momentum
+
+
+@dataclass(frozen=True, slots=True)
+class RandK(SparseCodec):
+    """Elements at random places that are the same on all ranks: no index travels.
+
+    The places are drawn anew in every round, one in each of k equal runs of a tile. Values are not
+    scaled up: what is not sent stays in the residual. Use it with error feedback. Options as in
+    ``SparseCodec``.
+
+    Source:
+        Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory" (2018).
+    """
+
+    name: ClassVar[str] = "randk"
+
+
 CODECS: dict[str, type[Codec]] = {
-    cls.name: cls for cls in (Raw, Fp16, Bf16, Fp8, Int8, Int4, Ternary, Sign)
+    cls.name: cls for cls in (Raw, Fp16, Bf16, Fp8, Int8, Int4, Ternary, Sign, TopK, RandK)
 }
+
+
+def check_keep_frac(frac: object) -> int:
+    """Return a fraction in parts of 10^9.
+
+    Raises:
+        SpecError: it is not above 0 and at most 1.
+    """
+    number = frac if isinstance(frac, int | float) and not isinstance(frac, bool) else 0
+    frac_e9 = round(number * FRAC_UNIT) if 0 < number <= 1 else 0
+    if frac_e9 == 0:
+        raise SpecError(
+            f"keep_frac={frac!r} is out of range; it must be above 0 and at most 1, in steps of"
+            " 10^-9, for example 'topk:0.01' for one element in a hundred"
+        )
+    return frac_e9
 
 
 def check_block(block: object) -> None:
@@ -231,7 +416,10 @@ def suggest(word: str, known: list[str]) -> str:
     return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 
-_SPEC = re.compile(r"\s*(?P<name>[A-Za-z][\w:.+-]*)\s*(?:\[(?P<options>[^\[\]]*)\])?\s*")
+_SPEC = re.compile(
+    r"\s*(?P<name>[A-Za-z]\w*)\s*(?::\s*(?P<frac>[^\[\]+]*?)\s*)?(?:\+\s*(?P<values>[^\[\]]*?)\s*)?"
+    r"(?:\[(?P<options>[^\[\]]*)\])?\s*"
+)
 
 
 def parse(spec: str | Codec) -> Codec:
@@ -268,7 +456,37 @@ def parse(spec: str | Codec) -> Codec:
         raise SpecError(
             f"{name!r} in spec {spec!r} is no codec; there are {known}{suggest(name, list(CODECS))}"
         )
-    return cls(**_options(cls, spec, match["options"] or ""))
+    if not issubclass(cls, SparseCodec):
+        if match["frac"] is not None or match["values"] is not None:
+            raise SpecError(
+                f"{spec!r} is no spec: {name} sends every element and takes neither a fraction nor"
+                f" values; write {name!r}, or 'topk:0.01+{name}' to send the largest hundredth so"
+            )
+        return cls(**_options(cls, spec, match["options"] or ""))
+    return cls(**_sparse_arguments(cls, spec, match))
+
+
+def _sparse_arguments(cls: type[SparseCodec], spec: str, match: re.Match[str]) -> dict[str, Any]:
+    """Read a spec such as ``topk:0.01+int8[block=128]``."""
+    options = _options(cls, spec, match["options"] or "")
+    for key, text in (("keep_frac", match["frac"]), ("values", match["values"])):
+        if text is not None and key in options:
+            raise SpecError(f"{key} stands twice in spec {spec!r}")
+        if text is not None:
+            options[key] = text
+    if "keep_frac" not in options:
+        raise SpecError(
+            f"{spec!r} does not say which fraction is kept; write {cls.name}:FRAC, for example"
+            f" '{cls.name}:0.01' for one element in a hundred"
+        )
+    try:
+        options["keep_frac"] = float(options["keep_frac"])
+    except ValueError:
+        raise SpecError(
+            f"{options['keep_frac']!r} in spec {spec!r} is no number; write {cls.name}:FRAC with a"
+            f" fraction above 0 and at most 1, for example '{cls.name}:0.01'"
+        ) from None
+    return options
 
 
 def _options(cls: type[Codec], spec: str, text: str) -> dict[str, Any]:
@@ -286,20 +504,30 @@ def _options(cls: type[Codec], spec: str, text: str) -> dict[str, Any]:
             )
         if key in options:
             raise SpecError(f"option {key!r} stands twice in spec {spec!r}")
-        if known[key] is int:
+        if known[key] in (int, float):
             try:
-                options[key] = int(value)
+                options[key] = int(value) if known[key] is int else float(value)
             except ValueError:
-                raise SpecError(
-                    f"{item!r} in spec {spec!r}: {key} must be a whole number"
-                ) from None
+                number = "whole number" if known[key] is int else "number"
+                raise SpecError(f"{item!r} in spec {spec!r}: {key} must be a {number}") from None
         else:
             options[key] = value
     return options
 
 
+def check_without_rounds(codec: Codec) -> None:
+    """Raise SpecError for options that mean something only in the rounds of a training."""
+    if isinstance(codec, SparseCodec) and (codec.momentum or codec.ramp):
+        raise SpecError(
+            f"momentum= and ramp= of {codec} are about the rounds of a training; they work in"
+            " attach, and must be left out here"
+        )
+
+
 def with_rounding(codec: Codec, rounding: str | None) -> Codec:
     """Return the codec with another rounding, if it rounds at all and its spec does not say how."""
-    if rounding is None or not isinstance(codec, RoundingCodec) or codec.rounding != "nearest":
+    if rounding is None or getattr(codec, "rounding", None) != "nearest":
         return codec
-    return replace(codec, rounding=rounding)
+    if isinstance(codec, SparseCodec) and not codec_table()[codec.values]["stochastic"]:
+        return codec
+    return replace(codec, rounding=rounding)  # type: ignore[call-arg]

@@ -83,6 +83,12 @@ static inline enum agc_status agc_blocks_validate(const struct agc_tile *tile, c
             src + at.scales, src + at.values, nelems, tile->spec.block_nelems, weight, out);       \
     }                                                                                              \
     AGC_PIECES_CODEC(name)                                                                         \
+    static void name##_encode_run(const struct agc_tile *tile, const void *x, uint32_t x_dtype,    \
+                                  float *residual, uint32_t first, uint32_t nelems, uint8_t *dst)  \
+    {                                                                                              \
+        agc_pieces_encode_run(tile, x, x_dtype, residual, first, nelems, dst,                      \
+                              name##_encode_piece);                                                \
+    }                                                                                              \
     static enum agc_status name##_validate(const struct agc_tile *tile, const uint8_t *src)        \
     {                                                                                              \
         return agc_blocks_validate(tile, src, scale_max_bits);                                     \
@@ -91,6 +97,7 @@ static inline enum agc_status agc_blocks_validate(const struct agc_tile *tile, c
 /* The part of struct agc_codec that these have in common. */
 #define AGC_BLOCK_CODEC_FIELDS(name)                                                               \
     .default_block_nelems = AGC_BLOCK_NELEMS_DEFAULT, .payload_nbytes = name##_payload_nbytes,     \
-    .encode = name##_encode, .decode = name##_decode, .validate = name##_validate
+    .encode = name##_encode, .encode_run = name##_encode_run, .decode = name##_decode,             \
+    .validate = name##_validate
 
 #endif /* AGC_BLOCKS_H */

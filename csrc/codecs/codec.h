@@ -14,10 +14,13 @@
 /* Everything about a tile but its numbers. */
 struct agc_tile {
     const struct agc_kernels *kernels;
-    struct agc_spec spec; /* resolved */
-    uint32_t dtype;       /* of the bucket or tensor */
-    uint32_t nelems;      /* 1..AGC_TILE_NELEMS_MAX */
-    struct agc_rng rng;
+    struct agc_spec spec;       /* resolved */
+    uint32_t dtype;             /* of the bucket or tensor */
+    uint32_t nelems;            /* 1..AGC_TILE_NELEMS_MAX */
+    struct agc_rng rng;         /* of rounding */
+    struct agc_rng index_rng;   /* of what all ranks draw alike */
+    const uint32_t *piece_ends; /* topk: where pieces that keep the same fraction end */
+    uint32_t npieces;           /* 0, 1: all of the tile is one */
     float *scratch; /* AGC_SCRATCH_NELEMS, for codecs that need more than the stack should give */
 };
 
@@ -36,6 +39,12 @@ struct agc_codec {
     void (*encode)(const struct agc_tile *tile, const void *x, uint32_t x_dtype, float *residual,
                    uint8_t *dst);
 
+    /* Encodes elements [first, first + nelems) of a tile, the first of which is at x, where first
+     * is a multiple of the block: for tiles whose pieces begin new blocks. NULL: not offered. The
+     * bytes that no element needs stay as they are. */
+    void (*encode_run)(const struct agc_tile *tile, const void *x, uint32_t x_dtype,
+                       float *residual, uint32_t first, uint32_t nelems, uint8_t *dst);
+
     /* out = weight * decoded, or out += weight * decoded. out: elements of out_dtype, which may be
      * any, at any address. Safe on any bytes. */
     void (*decode)(const struct agc_tile *tile, const uint8_t *src, double weight, bool add,
@@ -48,6 +57,11 @@ struct agc_codec {
 #define AGC_CODEC(id, symbol, name) extern const struct agc_codec agc_codec_##symbol;
 #include "codecs/codec_list.inc"
 #undef AGC_CODEC
+
+#define AGC_CODEC_ID_RAW 1u
+
+/* Added to the lane in agc_rng_key: the numbers of index_rng are no one's numbers of rounding. */
+#define AGC_RNG_LANE_OF_INDICES (1u << 31)
 
 /* NULL for an unknown id. */
 const struct agc_codec *agc_codec_find(uint32_t id);

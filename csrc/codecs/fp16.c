@@ -14,6 +14,6 @@ AGC_HALF_CODEC(fp16, f16)
 const struct agc_codec agc_codec_fp16 = {
     .id = 2,
     .name = "fp16",
-    .flags = 0,
+    .flags = AGC_CODEC_VALUES,
     AGC_HALF_CODEC_FIELDS(fp16),
 };

@@ -24,6 +24,6 @@ AGC_BLOCK_CODEC(fp8, AGC_FP8_SCALE_MAX_BITS)
 const struct agc_codec agc_codec_fp8 = {
     .id = 4,
     .name = "fp8",
-    .flags = AGC_CODEC_BLOCKS | AGC_CODEC_FEEDBACK | AGC_CODEC_STOCHASTIC,
+    .flags = AGC_CODEC_BLOCKS | AGC_CODEC_FEEDBACK | AGC_CODEC_STOCHASTIC | AGC_CODEC_VALUES,
     AGC_BLOCK_CODEC_FIELDS(fp8),
 };

@@ -48,13 +48,15 @@ enum agc_status agc_frame_nbytes(const struct agc_spec *spec, uint32_t dtype, ui
 static struct agc_tile frame_tile(const struct agc_kernels *k, const struct agc_frame *f,
                                   uint64_t first_elem, float *scratch)
 {
-    return (struct agc_tile){.kernels = k,
-                             .spec = f->spec,
-                             .dtype = f->dtype,
-                             .nelems =
-                                 (uint32_t)agc_min_u64(f->tile_nelems, f->nelems - first_elem),
-                             .rng = agc_rng_key(f->seed, f->round, f->bucket, f->lane, first_elem),
-                             .scratch = scratch};
+    return (struct agc_tile){
+        .kernels = k,
+        .spec = f->spec,
+        .dtype = f->dtype,
+        .nelems = (uint32_t)agc_min_u64(f->tile_nelems, f->nelems - first_elem),
+        .rng = agc_rng_key(f->seed, f->round, f->bucket, f->lane, first_elem),
+        .index_rng = agc_rng_key(f->seed, f->round, f->bucket, f->lane | AGC_RNG_LANE_OF_INDICES,
+                                 first_elem),
+        .scratch = scratch};
 }
 
 enum agc_status agc_encode(const struct agc_spec *spec, const void *src, uint32_t dtype,

@@ -25,6 +25,6 @@ AGC_BLOCK_CODEC(int4, AGC_INT4_SCALE_MAX_BITS)
 const struct agc_codec agc_codec_int4 = {
     .id = 6,
     .name = "int4",
-    .flags = AGC_CODEC_BLOCKS | AGC_CODEC_FEEDBACK | AGC_CODEC_STOCHASTIC,
+    .flags = AGC_CODEC_BLOCKS | AGC_CODEC_FEEDBACK | AGC_CODEC_STOCHASTIC | AGC_CODEC_VALUES,
     AGC_BLOCK_CODEC_FIELDS(int4),
 };

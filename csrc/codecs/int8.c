@@ -25,6 +25,6 @@ AGC_BLOCK_CODEC(int8, AGC_INT8_SCALE_MAX_BITS)
 const struct agc_codec agc_codec_int8 = {
     .id = 5,
     .name = "int8",
-    .flags = AGC_CODEC_BLOCKS | AGC_CODEC_FEEDBACK | AGC_CODEC_STOCHASTIC,
+    .flags = AGC_CODEC_BLOCKS | AGC_CODEC_FEEDBACK | AGC_CODEC_STOCHASTIC | AGC_CODEC_VALUES,
     AGC_BLOCK_CODEC_FIELDS(int8),
 };

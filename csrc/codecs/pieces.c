@@ -4,21 +4,28 @@
 #include "core/common.h"
 #include "core/elements.h"
 
-void agc_pieces_encode(const struct agc_tile *tile, const void *x, uint32_t x_dtype,
-                       float *residual, uint8_t *dst, agc_encode_piece *encode)
+void agc_pieces_encode_run(const struct agc_tile *tile, const void *x, uint32_t x_dtype,
+                           float *residual, uint32_t first, uint32_t nelems, uint8_t *dst,
+                           agc_encode_piece *encode)
 {
     if (AGC_LIKELY(agc_is_floats(x_dtype, x))) {
-        encode(tile, (const float *)x, residual, 0, tile->nelems, dst);
+        encode(tile, (const float *)x, residual, first, nelems, dst);
         return;
     }
     float piece[AGC_PIECE_NELEMS];
     size_t elem_nbytes = agc_dtype_nbytes(x_dtype);
-    for (uint32_t first = 0; first < tile->nelems; first += AGC_PIECE_NELEMS) {
-        uint32_t n = agc_min_u32(AGC_PIECE_NELEMS, tile->nelems - first);
-        agc_elements_load(tile->kernels, x_dtype, (const uint8_t *)x + first * elem_nbytes, n,
+    for (uint32_t done = 0; done < nelems; done += AGC_PIECE_NELEMS) {
+        uint32_t n = agc_min_u32(AGC_PIECE_NELEMS, nelems - done);
+        agc_elements_load(tile->kernels, x_dtype, (const uint8_t *)x + done * elem_nbytes, n,
                           piece);
-        encode(tile, piece, residual ? residual + first : NULL, first, n, dst);
+        encode(tile, piece, residual ? residual + done : NULL, first + done, n, dst);
     }
+}
+
+void agc_pieces_encode(const struct agc_tile *tile, const void *x, uint32_t x_dtype,
+                       float *residual, uint8_t *dst, agc_encode_piece *encode)
+{
+    agc_pieces_encode_run(tile, x, x_dtype, residual, 0, tile->nelems, dst, encode);
 }
 
 /* out += x, in double: what is there keeps its 53 bits. out needs no alignment. */

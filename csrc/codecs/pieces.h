@@ -13,7 +13,7 @@
 #define AGC_PIECE_NELEMS AGC_BLOCK_NELEMS_MAX
 
 /* Elements [first, first + nelems) of a tile, whose floats begin at x, into the tile's payload.
- * first is a multiple of AGC_PIECE_NELEMS. */
+ * first is a multiple of AGC_PIECE_NELEMS, or where a run begins. */
 typedef void agc_encode_piece(const struct agc_tile *tile, const float *x, float *residual,
                               uint32_t first, uint32_t nelems, uint8_t *dst);
 
@@ -21,7 +21,10 @@ typedef void agc_encode_piece(const struct agc_tile *tile, const float *x, float
 typedef void agc_decode_piece(const struct agc_tile *tile, const uint8_t *src, uint32_t first,
                               uint32_t nelems, float weight, bool add, float *out);
 
-/* agc_codec.encode and agc_codec.decode, made of these. */
+/* agc_codec.encode_run, encode and decode, made of these. */
+void agc_pieces_encode_run(const struct agc_tile *tile, const void *x, uint32_t x_dtype,
+                           float *residual, uint32_t first, uint32_t nelems, uint8_t *dst,
+                           agc_encode_piece *encode);
 void agc_pieces_encode(const struct agc_tile *tile, const void *x, uint32_t x_dtype,
                        float *residual, uint8_t *dst, agc_encode_piece *encode);
 void agc_pieces_decode(const struct agc_tile *tile, const uint8_t *src, double weight, bool add,

@@ -32,13 +32,22 @@ bool agc_codec_info_at(uint32_t i, struct agc_codec_info *info_ret)
 
 enum agc_status agc_spec_resolve(const struct agc_spec *spec, struct agc_spec *resolved_ret)
 {
-    const struct agc_codec *codec = agc_codec_find(spec->codec);
+    const struct agc_codec *codec = agc_codec_find(spec->codec), *values = codec;
     struct agc_spec s = *spec;
     if (!codec)
         return AGC_ERR_CODEC;
-    if (codec->flags & AGC_CODEC_BLOCKS) {
+    if (codec->flags & AGC_CODEC_SPARSE) {
+        values = agc_codec_find(s.values ? s.values : AGC_CODEC_ID_RAW);
+        if (s.frac_e9 == 0 || s.frac_e9 > 1000000000)
+            return AGC_ERR_SPEC;
+        if (s.values != 0 && (!values || !(values->flags & AGC_CODEC_VALUES)))
+            return AGC_ERR_SPEC;
+    } else if (s.frac_e9 != 0 || s.values != 0) {
+        return AGC_ERR_SPEC;
+    }
+    if (values->flags & AGC_CODEC_BLOCKS) {
         if (s.block_nelems == 0)
-            s.block_nelems = codec->default_block_nelems;
+            s.block_nelems = values->default_block_nelems;
         if (!agc_is_pow2(s.block_nelems) || s.block_nelems < AGC_BLOCK_NELEMS_MIN ||
             s.block_nelems > AGC_BLOCK_NELEMS_MAX)
             return AGC_ERR_SPEC;
@@ -47,9 +56,7 @@ enum agc_status agc_spec_resolve(const struct agc_spec *spec, struct agc_spec *r
     }
     if (s.rounding > AGC_ROUNDING_STOCHASTIC)
         return AGC_ERR_SPEC;
-    if (s.rounding == AGC_ROUNDING_STOCHASTIC && !(codec->flags & AGC_CODEC_STOCHASTIC))
-        return AGC_ERR_SPEC;
-    if (s.frac_e9 != 0 || s.values != 0) /* for sparse codecs, of which there is none yet */
+    if (s.rounding == AGC_ROUNDING_STOCHASTIC && !(values->flags & AGC_CODEC_STOCHASTIC))
         return AGC_ERR_SPEC;
     *resolved_ret = s;
     return AGC_OK;

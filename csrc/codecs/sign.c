@@ -24,6 +24,7 @@ AGC_BLOCK_CODEC(sign, AGC_SIGN_SCALE_MAX_BITS)
 const struct agc_codec agc_codec_sign = {
     .id = 8,
     .name = "sign",
-    .flags = AGC_CODEC_BLOCKS | AGC_CODEC_FEEDBACK | AGC_CODEC_ZERO_IN_BLOCK_MOVES,
+    .flags =
+        AGC_CODEC_BLOCKS | AGC_CODEC_FEEDBACK | AGC_CODEC_ZERO_IN_BLOCK_MOVES | AGC_CODEC_VALUES,
     AGC_BLOCK_CODEC_FIELDS(sign),
 };

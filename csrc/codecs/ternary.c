@@ -40,6 +40,7 @@ const struct agc_codec agc_codec_ternary = {
     .default_block_nelems = AGC_BLOCK_NELEMS_DEFAULT,
     .payload_nbytes = ternary_payload_nbytes,
     .encode = ternary_encode,
+    .encode_run = ternary_encode_run,
     .decode = ternary_decode,
     .validate = ternary_validate_bytes,
 };

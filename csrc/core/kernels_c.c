@@ -472,6 +472,36 @@ void agc_f32_decode_add_c(const uint8_t *src, uint32_t nelems, float weight, flo
         out[i] = agc_acc_add(out[i], agc_f32_from_bits(agc_load_u32(src + 4 * (size_t)i)) * weight);
 }
 
+uint32_t agc_collect_magnitude_c(const float *x, const float *residual, uint32_t nelems,
+                                 uint32_t first, uint32_t magnitude_bits, uint32_t *index,
+                                 float *value)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < nelems; i++) {
+        float v = with_residual(x, residual, i);
+        value[n] = v == v ? v : agc_f32_from_bits(AGC_F32_NAN_BITS);
+        index[n] = first + i;
+        n += (agc_f32_bits(v) & 0x7fffffffu) >= magnitude_bits;
+    }
+    return n;
+}
+
+uint32_t agc_count_magnitude_c(const float *value, uint32_t nelems, uint32_t magnitude_bits)
+{
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < nelems; i++)
+        n += (agc_f32_bits(value[i]) & 0x7fffffffu) >= magnitude_bits;
+    return n;
+}
+
+void agc_residual_add_c(const float *x, float *residual, uint32_t nelems)
+{
+    for (uint32_t i = 0; i < nelems; i++) {
+        float v = x[i] + residual[i];
+        residual[i] = (agc_f32_bits(v) & 0x7fffffffu) < 0x7f800000u ? v : residual[i];
+    }
+}
+
 bool agc_any_nonzero_c(const uint8_t *src, uint64_t nbytes, uint64_t mask)
 {
     uint64_t i = 0;

@@ -80,8 +80,9 @@ struct agc_spec {
     uint32_t codec;        /* id from codec_list.inc */
     uint32_t block_nelems; /* elements that share a scale: a power of two in 32..4096 */
     uint32_t rounding;     /* enum agc_rounding */
-    uint32_t frac_e9;      /* sparse codecs: kept fraction in parts of 10^9 */
-    uint32_t values;       /* sparse codecs: id of the codec of the kept values */
+    uint32_t frac_e9;      /* sparse codecs: kept fraction in parts of 10^9, 1..10^9 */
+    uint32_t values;       /* sparse codecs: id of the codec of the kept values, to which
+                              block_nelems and rounding belong; 0: raw */
 };
 
 enum {
@@ -90,6 +91,8 @@ enum {
     AGC_CODEC_FEEDBACK = 1 << 2,   /* feedback="auto" means on */
     AGC_CODEC_STOCHASTIC = 1 << 3, /* offers AGC_ROUNDING_STOCHASTIC */
     AGC_CODEC_ZERO_IN_BLOCK_MOVES = 1 << 4, /* a zero beside non-zeros may decode to non-zero */
+    AGC_CODEC_SPARSE = 1 << 5, /* keeps agc_spec.frac_e9, in the codec agc_spec.values */
+    AGC_CODEC_VALUES = 1 << 6, /* may be agc_spec.values */
 };
 
 /* Facts about one codec, for tables and tests. */

@@ -21,12 +21,14 @@ static PyObject *core_codec_table(PyObject *module, PyObject *unused)
     (void)unused;
     for (uint32_t i = 0; list && agc_codec_info_at(i, &info); i++) {
         PyObject *row =
-            Py_BuildValue("{s:I,s:s,s:I,s:O,s:O,s:O,s:O}", "id", info.id, "name", info.name,
+            Py_BuildValue("{s:I,s:s,s:I,s:O,s:O,s:O,s:O,s:O,s:O}", "id", info.id, "name", info.name,
                           "block_nelems", info.default_block_nelems, "lossless",
                           info.flags & AGC_CODEC_LOSSLESS ? Py_True : Py_False, "feedback",
                           info.flags & AGC_CODEC_FEEDBACK ? Py_True : Py_False, "stochastic",
                           info.flags & AGC_CODEC_STOCHASTIC ? Py_True : Py_False, "zero_stays_zero",
-                          info.flags & AGC_CODEC_ZERO_IN_BLOCK_MOVES ? Py_False : Py_True);
+                          info.flags & AGC_CODEC_ZERO_IN_BLOCK_MOVES ? Py_False : Py_True, "sparse",
+                          info.flags & AGC_CODEC_SPARSE ? Py_True : Py_False, "values",
+                          info.flags & AGC_CODEC_VALUES ? Py_True : Py_False);
         if (!row || PyList_Append(list, row) != 0)
             Py_CLEAR(list);
         Py_XDECREF(row);

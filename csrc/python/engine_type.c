@@ -271,7 +271,7 @@ static PyObject *engine_close(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* lanes: [(spec, feedback), ...] */
+/* lanes: [(spec, feedback, per_param, momentum), ...] */
 static struct agc_lane_desc *lanes_from_list(PyObject *list, Py_ssize_t *n_ret)
 {
     Py_ssize_t n = PyList_Size(list);
@@ -280,14 +280,18 @@ static struct agc_lane_desc *lanes_from_list(PyObject *list, Py_ssize_t *n_ret)
         return (struct agc_lane_desc *)PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *spec_tuple;
-        int feedback;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "O!p;a lane is (spec, feedback)",
-                              &PyTuple_Type, &spec_tuple, &feedback) ||
+        int feedback, per_param;
+        float momentum;
+        if (!PyArg_ParseTuple(PyList_GetItem(list, i),
+                              "O!ppf;a lane is (spec, feedback, per_param, momentum)",
+                              &PyTuple_Type, &spec_tuple, &feedback, &per_param, &momentum) ||
             !spec_from_tuple(spec_tuple, &lanes[i].spec)) {
             free(lanes);
             return NULL;
         }
         lanes[i].feedback = feedback;
+        lanes[i].per_param = per_param;
+        lanes[i].momentum = momentum;
     }
     *n_ret = n;
     return lanes;

@@ -309,8 +309,10 @@ static void engine_free(struct agc_engine *e)
     }
     for (uint32_t i = 0; i < e->buckets_cap; i++)
         bucket_destroy(e, e->buckets[i]);
-    for (uint32_t i = 0; e->params && i < e->nparams; i++)
+    for (uint32_t i = 0; e->params && i < e->nparams; i++) {
         engine_release(e, e->params[i].residual);
+        engine_release(e, e->params[i].velocity);
+    }
     engine_release(e, e->buckets);
     engine_release(e, e->params);
     engine_release(e, e->slots);
@@ -491,6 +493,8 @@ static enum agc_status bucket_create(struct agc_engine *e, uint32_t index, uint3
     if (!b)
         return status;
     *b = (struct bucket){.index = index, .dtype = dtype};
+    for (uint32_t i = 0; i < npieces; i++)
+        b->nelems += e->params[pieces[i].param].nelems;
     b->lanes = (struct agc_lane *)engine_alloc(e, sizeof *b->lanes * (nlanes + 1));
     for (uint32_t i = 0; b->lanes && i < nlanes; i++) {
         status = agc_lane_init(&b->lanes[i], &lanes[i], i, dtype, pieces, npieces, e->params,
@@ -499,7 +503,6 @@ static enum agc_status bucket_create(struct agc_engine *e, uint32_t index, uint3
             break;
         const struct agc_lane_plan *plan = &b->lanes[i].plan;
         b->nlanes++;
-        b->nelems += plan->nelems;
         b->lane_nelems_max = agc_max_u64(b->lane_nelems_max, plan->nelems);
         if (plan->nelems > 0)
             b->encoded_nbytes +=
@@ -692,9 +695,13 @@ void agc_engine_residual_clear(struct agc_engine *e)
 {
     pthread_mutex_lock(&e->mutex);
     wait_idle(e);
-    for (uint32_t i = 0; i < e->nparams; i++)
-        if (e->params[i].residual)
-            memset(e->params[i].residual, 0, sizeof(float) * e->params[i].nelems);
+    for (uint32_t i = 0; i < e->nparams; i++) {
+        const struct agc_param *p = &e->params[i];
+        if (p->residual)
+            memset(p->residual, 0, sizeof(float) * p->nelems);
+        if (p->velocity)
+            memset(p->velocity, 0, sizeof(float) * p->nelems);
+    }
     for (uint32_t i = 0; i < e->buckets_cap; i++) {
         for (uint32_t j = 0; e->buckets[i] && j < e->buckets[i]->nlanes; j++) {
             struct agc_lane *lane = &e->buckets[i]->lanes[j];

@@ -1,6 +1,7 @@
 /* lane.c: the lanes of a bucket. */
 #include "reduce/lane.h"
 
+#include "codecs/sparse.h"
 #include "core/common.h"
 #include "core/elements.h"
 
@@ -11,6 +12,7 @@ struct run {
     uint32_t nelems;
     uint64_t piece_elem;
     uint64_t bucket_elem;
+    uint64_t lane_elem; /* of the tile's first element */
 };
 
 /* First run of tile t. */
@@ -20,7 +22,8 @@ static struct run run_first(const struct agc_lane *lane, uint64_t t)
     const struct agc_piece *piece = &lane->pieces[lane->tile_piece[t]];
     uint64_t piece_elem = lane_elem - piece->lane_elem;
     uint64_t nelems = agc_min_u64(agc_plan_tile_nelems(&lane->plan, t), piece->nelems - piece_elem);
-    return (struct run){piece, 0, (uint32_t)nelems, piece_elem, piece->bucket_elem + piece_elem};
+    return (struct run){piece,    0, (uint32_t)nelems, piece_elem, piece->bucket_elem + piece_elem,
+                        lane_elem};
 }
 
 /* False after the last run of a tile of tile_nelems. */
@@ -32,10 +35,26 @@ static bool run_next(struct run *r, uint32_t tile_nelems)
     do
         r->piece++;
     while (r->piece->nelems == 0);
+    uint64_t at = r->piece->lane_elem - r->lane_elem;
+    if (at >= tile_nelems)
+        return false;
+    r->tile_elem = (uint32_t)at;
     r->nelems = (uint32_t)agc_min_u64(tile_nelems - r->tile_elem, r->piece->nelems);
     r->piece_elem = 0;
     r->bucket_elem = r->piece->bucket_elem;
     return true;
+}
+
+/* nelems zeros at *p, unless there are some already. */
+static enum agc_status zeros_at(float **p, uint64_t nelems, const struct agc_alloc *alloc)
+{
+    if (*p || nelems == 0)
+        return AGC_OK;
+    *p = (float *)alloc->alloc(alloc->ctx, sizeof(float) * nelems);
+    if (!*p)
+        return AGC_ERR_NOMEM;
+    memset(*p, 0, sizeof(float) * nelems);
+    return AGC_OK;
 }
 
 static enum agc_status lane_fill(struct agc_lane *lane, uint32_t index,
@@ -43,21 +62,21 @@ static enum agc_status lane_fill(struct agc_lane *lane, uint32_t index,
                                  struct agc_param *params, const struct agc_alloc *alloc)
 {
     uint64_t bucket_elem = 0, lane_elem = 0;
+    uint32_t align_nelems = agc_plan_align_nelems(&lane->plan.spec);
     for (uint32_t i = 0; i < npieces; i++) {
         struct agc_param *param = &params[pieces[i].param];
         if (pieces[i].lane == index) {
+            lane_elem = param->nelems ? agc_round_up(lane_elem, align_nelems) : lane_elem;
             lane->pieces[lane->npieces++] = (struct agc_piece){.param = pieces[i].param,
                                                                .live = true,
                                                                .bucket_elem = bucket_elem,
                                                                .lane_elem = lane_elem,
                                                                .nelems = param->nelems};
             lane_elem += param->nelems;
-            if (lane->feedback && !param->residual && param->nelems) {
-                param->residual = (float *)alloc->alloc(alloc->ctx, sizeof(float) * param->nelems);
-                if (!param->residual)
-                    return AGC_ERR_NOMEM;
-                memset(param->residual, 0, sizeof(float) * param->nelems);
-            }
+            if (lane->feedback)
+                AGC_TRY(zeros_at(&param->residual, param->nelems, alloc));
+            if (lane->momentum > 0.0f)
+                AGC_TRY(zeros_at(&param->velocity, param->nelems, alloc));
             lane->has_residual |= param->residual != NULL;
         }
         bucket_elem += param->nelems;
@@ -85,8 +104,10 @@ enum agc_status agc_lane_init(struct agc_lane *lane, const struct agc_lane_desc 
     if (agc_dtype_nbytes(dtype) == 0)
         return AGC_ERR_DTYPE;
     for (uint32_t i = 0; i < npieces; i++) {
+        uint64_t piece_nelems = params[pieces[i].param].nelems;
         if (pieces[i].lane == index) {
-            nelems += params[pieces[i].param].nelems;
+            if (piece_nelems)
+                nelems = agc_round_up(nelems, agc_plan_align_nelems(&spec)) + piece_nelems;
             own++;
         }
     }
@@ -97,6 +118,8 @@ enum agc_status agc_lane_init(struct agc_lane *lane, const struct agc_lane_desc 
     lane->codec = agc_codec_find(spec.codec);
     lane->index = index;
     lane->feedback = desc->feedback && !(lane->codec->flags & AGC_CODEC_LOSSLESS);
+    lane->per_param = desc->per_param && (lane->codec->flags & AGC_CODEC_SPARSE);
+    lane->momentum = lane->codec->flags & AGC_CODEC_SPARSE ? desc->momentum : 0.0f;
     lane->pieces = (struct agc_piece *)alloc->alloc(alloc->ctx, sizeof *lane->pieces * (own + 1));
     lane->tile_piece =
         (uint32_t *)alloc->alloc(alloc->ctx, sizeof *lane->tile_piece * (lane->plan.ntiles + 1));
@@ -155,6 +178,8 @@ struct agc_tile agc_lane_tile(const struct agc_lane *lane, const struct agc_lane
         .nelems = agc_plan_tile_nelems(&lane->plan, t),
         .rng = agc_rng_key(c->seed, c->round, c->bucket_index, lane->index,
                            t * lane->plan.tile_nelems),
+        .index_rng = agc_rng_key(c->seed, c->round, c->bucket_index,
+                                 lane->index | AGC_RNG_LANE_OF_INDICES, t * lane->plan.tile_nelems),
         .scratch = c->scratch->codec,
     };
 }
@@ -217,19 +242,6 @@ static void residual_take(float *scratch_residual, const float *residual, uint32
         memset(scratch_residual, 0, nelems * sizeof(float));
 }
 
-/* Takes back the residual of a run that was encoded through scratch. A run that is not live kept
- * its own, and adds what its zeros cost in blocks that it shares: nothing, where zero stays zero.
- */
-static void residual_put(float *residual, const float *scratch_residual, uint32_t nelems, bool live)
-{
-    if (live) {
-        memcpy(residual, scratch_residual, nelems * sizeof(float));
-        return;
-    }
-    for (uint32_t i = 0; i < nelems; i++)
-        residual[i] += scratch_residual[i];
-}
-
 /* Random numbers of a rank's contribution. Each sender draws its own: were they the same, the
  * errors of the ranks would not average out, and the mean, rounded once more with the numbers that
  * made it, would be biased. */
@@ -244,6 +256,78 @@ static struct agc_rng contribution_rng(const struct agc_lane *lane,
 static void pad(const struct agc_tile *tile, size_t nbytes, uint8_t *dst)
 {
     memset(dst + nbytes, 0, agc_tile_nbytes(&tile->spec, tile->dtype, tile->nelems) - nbytes);
+}
+
+/* Notes where the runs of a tile end, for codecs that treat each by itself. */
+static void mark_pieces(const struct agc_lane *lane, const struct agc_lane_context *c, struct run r,
+                        struct agc_tile *tile)
+{
+    if (!lane->per_param)
+        return;
+    tile->piece_ends = c->scratch->piece_ends;
+    do
+        c->scratch->piece_ends[tile->npieces++] = r.tile_elem + r.nelems;
+    while (run_next(&r, tile->nelems));
+}
+
+/* Encodes the tile that lies in scratch->x, r being its first run. A piece whose gradient is all
+ * zero takes part with a residual of zero and keeps its own. */
+static void encode_gathered(const struct agc_lane *lane, const struct agc_lane_context *c,
+                            struct agc_tile *tile, struct run r, uint32_t dtype, uint8_t *dst)
+{
+    float *scratch_residual = lane->has_residual ? c->scratch->residual : NULL;
+    struct run first = r;
+    mark_pieces(lane, c, r, tile);
+    if (!scratch_residual) {
+        agc_tile_encode(lane->codec, tile, c->scratch->x, dtype, NULL, dst);
+        return;
+    }
+    do {
+        const float *residual = c->params[r.piece->param].residual;
+        residual_take(scratch_residual + r.tile_elem, residual ? residual + r.piece_elem : NULL,
+                      r.nelems, r.piece->live);
+    } while (run_next(&r, tile->nelems));
+    agc_tile_encode(lane->codec, tile, c->scratch->x, dtype, scratch_residual, dst);
+    r = first;
+    do {
+        float *residual = c->params[r.piece->param].residual;
+        if (residual && r.piece->live)
+            memcpy(residual + r.piece_elem, scratch_residual + r.tile_elem,
+                   r.nelems * sizeof(float));
+    } while (run_next(&r, tile->nelems));
+}
+
+/* Momentum correction and factor masking (Lin et al., "Deep Gradient Compression", 2018, equations
+ * 4 to 6): the velocity u = momentum * u + gradient is what enters the codec and its residual, and
+ * is forgotten where it is sent. A piece whose gradient is all zero leaves its velocity alone. */
+static void encode_with_momentum(const struct agc_lane *lane, const struct agc_lane_context *c,
+                                 struct agc_tile *tile, struct run r, uint8_t *dst)
+{
+    float *x = (float *)c->scratch->x; /* a sparse codec works on floats */
+    const struct run first = r;
+    do {
+        const float *velocity = c->params[r.piece->param].velocity + r.piece_elem;
+        float *u = x + r.tile_elem;
+        run_load(lane, c, &r, x);
+        for (uint32_t i = 0; r.piece->live && i < r.nelems; i++)
+            u[i] += lane->momentum * velocity[i];
+    } while (run_next(&r, tile->nelems));
+    encode_gathered(lane, c, tile, first, AGC_DTYPE_F32, dst);
+
+    const uint32_t *kept = agc_sparse_scratch(tile).index;
+    uint32_t nkept = agc_sparse_nkept(&tile->spec, tile->nelems), j = 0;
+    r = first;
+    do {
+        float *velocity = c->params[r.piece->param].velocity + r.piece_elem;
+        const float *u = x + r.tile_elem;
+        for (uint32_t i = 0; r.piece->live && i < r.nelems; i++)
+            velocity[i] = (agc_f32_bits(u[i]) & 0x7f800000u) != 0x7f800000u ? u[i] : velocity[i];
+        for (; j < nkept && kept[j] < r.tile_elem + r.nelems; j++) {
+            uint32_t i = kept[j] - r.tile_elem;
+            if (r.piece->live && velocity[i] == u[i]) /* not if it was not finite */
+                velocity[i] = 0.0f;
+        }
+    } while (run_next(&r, tile->nelems));
 }
 
 void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
@@ -263,36 +347,33 @@ void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, ui
         return;
     }
 
-    void *x = c->scratch->x;
+    if (lane->momentum > 0.0f) {
+        encode_with_momentum(lane, c, &tile, r, dst);
+        return;
+    }
     if (r.nelems == tile.nelems) { /* one piece: in place */
         float *residual = c->params[r.piece->param].residual;
         agc_tile_encode(lane->codec, &tile, bucket_at(lane, c, r.bucket_elem), lane->plan.dtype,
                         residual && r.piece->live ? residual + r.piece_elem : NULL, dst);
         return;
     }
-
-    /* Several pieces: gather. A piece whose gradient is all zero takes part with a residual of zero
-     * and keeps its own. */
-    float *scratch_residual = lane->has_residual ? c->scratch->residual : NULL;
-    struct run first = r;
-    do {
-        run_load(lane, c, &r, x);
-        if (scratch_residual) {
-            const float *residual = c->params[r.piece->param].residual;
-            residual_take(scratch_residual + r.tile_elem, residual ? residual + r.piece_elem : NULL,
-                          r.nelems, r.piece->live);
-        }
-    } while (run_next(&r, tile.nelems));
-    agc_tile_encode(lane->codec, &tile, x, work_dtype(lane), scratch_residual, dst);
-    if (!scratch_residual)
+    if (agc_plan_align_nelems(&tile.spec) > 1) { /* in place too: no run shares a block */
+        memset(dst, 0, agc_tile_nbytes(&tile.spec, tile.dtype, tile.nelems));
+        do {
+            float *residual = c->params[r.piece->param].residual;
+            lane->codec->encode_run(&tile, bucket_at(lane, c, r.bucket_elem), lane->plan.dtype,
+                                    residual && r.piece->live ? residual + r.piece_elem : NULL,
+                                    r.tile_elem, r.nelems, dst);
+        } while (run_next(&r, tile.nelems));
         return;
-    r = first;
-    do {
-        float *residual = c->params[r.piece->param].residual;
-        if (residual)
-            residual_put(residual + r.piece_elem, scratch_residual + r.tile_elem, r.nelems,
-                         r.piece->live);
-    } while (run_next(&r, tile.nelems));
+    }
+
+    /* Several pieces: gather. */
+    struct run first = r;
+    do
+        run_load(lane, c, &r, c->scratch->x);
+    while (run_next(&r, tile.nelems));
+    encode_gathered(lane, c, &tile, first, work_dtype(lane), dst);
 }
 
 /* The run of a mean has a non-zero. */
@@ -307,6 +388,20 @@ void *agc_lane_mean(const struct agc_lane *lane, const struct agc_lane_context *
     return is_verbatim(lane) && is_work_dtype(lane) ? (void *)dst : c->scratch->mean;
 }
 
+/* Each run by itself; what lies between them in x counts for nothing. */
+static void encode_mean_of_runs(const struct agc_lane *lane, const struct agc_lane_context *c,
+                                const struct agc_tile *tile, struct run r, const float *x,
+                                float *residual, uint8_t *dst)
+{
+    memset(dst, 0, agc_tile_nbytes(&tile->spec, tile->dtype, tile->nelems));
+    do {
+        bool live = run_is_live(c, &r, x);
+        lane->codec->encode_run(tile, x + r.tile_elem, AGC_DTYPE_F32,
+                                residual && live ? residual + r.tile_elem : NULL, r.tile_elem,
+                                r.nelems, dst);
+    } while (run_next(&r, tile->nelems));
+}
+
 void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
                           void *mean, uint8_t *dst)
 {
@@ -315,15 +410,21 @@ void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *
         pad(&tile, tile.nelems * work_nbytes(lane), dst);
         return;
     }
-    if (!lane->owner_residual) {
+    const struct run first = run_first(lane, t);
+    float *residual = NULL, *x = (float *)mean; /* a lossy lane's work type is float */
+    if (lane->owner_residual)
+        residual = lane->owner_residual + t / lane->plan.nranks * lane->plan.tile_nelems;
+    if (agc_plan_align_nelems(&tile.spec) > 1 && first.nelems != tile.nelems) {
+        encode_mean_of_runs(lane, c, &tile, first, x, residual, dst);
+        return;
+    }
+    mark_pieces(lane, c, first, &tile);
+    if (!residual) {
         agc_tile_encode(lane->codec, &tile, mean, work_dtype(lane), NULL, dst);
         return;
     }
     /* A parameter used by no rank has a mean of zeros. DDP throws its result away, so the residual
      * must not be sent with it. */
-    float *residual = lane->owner_residual + t / lane->plan.nranks * lane->plan.tile_nelems;
-    float *x = (float *)mean; /* a lane with feedback is lossy, so its work type is float */
-    const struct run first = run_first(lane, t);
     bool any_live = false, all_live = true;
     struct run r = first;
     do {
@@ -344,8 +445,9 @@ void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *
     agc_tile_encode(lane->codec, &tile, x, AGC_DTYPE_F32, scratch_residual, dst);
     r = first;
     do
-        residual_put(residual + r.tile_elem, scratch_residual + r.tile_elem, r.nelems,
-                     run_is_live(c, &r, x));
+        if (run_is_live(c, &r, x))
+            memcpy(residual + r.tile_elem, scratch_residual + r.tile_elem,
+                   r.nelems * sizeof(float));
     while (run_next(&r, tile.nelems));
 }
 

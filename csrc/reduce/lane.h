@@ -8,6 +8,9 @@
  *
  * Most tiles lie in one piece and are encoded in place; one that crosses pieces is gathered first.
  *
+ * Where a codec cannot keep a zero beside non-zeros (sign), each parameter begins a block of its
+ * own, and what lies between two is no element: a parameter without a gradient shares no block.
+ *
  * The worker's residual belongs to the parameter, in the parameter's own memory order: when DDP
  * rebuilds its buckets nothing has to move. The owner's residual belongs to the tiles that this
  * rank owns.
@@ -27,6 +30,7 @@ struct agc_alloc {
 struct agc_param {
     uint64_t nelems;
     float *residual; /* nelems floats; NULL until a lane with feedback needs it */
+    float *velocity; /* likewise, for a lane with momentum */
 };
 
 /* One parameter of a bucket, as the caller describes it: they follow one another without gaps. */
@@ -38,6 +42,8 @@ struct agc_piece_desc {
 struct agc_lane_desc {
     struct agc_spec spec;
     bool feedback;
+    bool per_param; /* topk: each parameter keeps the fraction inside a tile */
+    float momentum; /* sparse codecs: momentum correction (csrc/reduce/lane.c), 0: none */
 };
 
 struct agc_piece {
@@ -53,6 +59,8 @@ struct agc_lane {
     const struct agc_codec *codec;
     uint32_t index;
     bool feedback;
+    bool per_param;
+    float momentum;
     bool has_residual; /* some parameter holds one: feedback, or left over from another codec */
     uint32_t npieces;
     struct agc_piece *pieces;
@@ -68,6 +76,7 @@ struct agc_tile_scratch {
     double mean[AGC_TILE_NELEMS_MAX];
     float residual[AGC_TILE_NELEMS_MAX];
     float codec[AGC_SCRATCH_NELEMS]; /* agc_tile.scratch */
+    uint32_t piece_ends[AGC_TILE_NELEMS_MAX];
 };
 
 /* What encoding needs beside the lane. */

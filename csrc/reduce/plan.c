@@ -25,6 +25,13 @@
  * gloo. */
 #define MESSAGE_NS 30000u
 
+uint32_t agc_plan_align_nelems(const struct agc_spec *spec)
+{
+    const struct agc_codec *codec = agc_codec_find(spec->codec);
+    bool moves = codec && (codec->flags & AGC_CODEC_ZERO_IN_BLOCK_MOVES) != 0;
+    return moves ? spec->block_nelems : 1;
+}
+
 struct agc_lane_plan agc_plan_lane(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems,
                                    uint32_t nranks)
 {
@@ -33,7 +40,9 @@ struct agc_lane_plan agc_plan_lane(const struct agc_spec *spec, uint32_t dtype, 
      * differ by at most a tile. */
     uint64_t nstripes = agc_div_up(nelems, (uint64_t)AGC_TILE_NELEMS_MAX * nranks);
     uint64_t even = nelems ? agc_div_up(nelems, nstripes * nranks) : 1;
-    p.tile_nelems = (uint32_t)agc_round_up(even, AGC_TILE_GRANULE_NELEMS);
+    /* Whole blocks in a tile, so that a block of a lane is one of a tile. */
+    p.tile_nelems = (uint32_t)agc_round_up(
+        even, agc_max_u32(AGC_TILE_GRANULE_NELEMS, agc_plan_align_nelems(spec)));
     p.ntiles = agc_div_up(nelems, p.tile_nelems);
     if (nranks <= 2) {
         p.direct = true;
@@ -54,8 +63,11 @@ uint32_t agc_plan_tile_nelems(const struct agc_lane_plan *plan, uint64_t t)
 
 uint64_t agc_plan_chunk_nstripes(const struct agc_lane_plan *plan, uint32_t chunk_log2)
 {
-    uint64_t stripe_nbytes =
-        (uint64_t)plan->tile_nelems * plan->nranks * agc_dtype_nbytes(plan->dtype);
+    /* topk with a large fraction is longer than what it encodes. */
+    uint64_t dense_nbytes = (uint64_t)plan->tile_nelems * agc_dtype_nbytes(plan->dtype);
+    uint64_t tile_nbytes =
+        agc_max_u64(dense_nbytes, agc_tile_nbytes(&plan->spec, plan->dtype, plan->tile_nelems));
+    uint64_t stripe_nbytes = tile_nbytes * plan->nranks;
     uint64_t nstripes = ((uint64_t)1 << chunk_log2) / stripe_nbytes;
     return nstripes ? nstripes : 1;
 }
@@ -84,13 +96,14 @@ struct agc_message agc_plan_message(const struct agc_lane_plan *plan, uint64_t c
 
 uint64_t agc_plan_message_nbytes_max(uint32_t nranks, uint32_t elem_nbytes, uint32_t chunk_log2_max)
 {
-    /* raw is the largest codec. A message holds a chunk's share of one owner, or the whole chunk in
-     * the direct form, which beyond two ranks is only used for lanes below the bound in
-     * agc_plan_lane; and never less than one stripe. */
+    /* A message holds a chunk's share of one owner, or the whole chunk in the direct form, which
+     * beyond two ranks is only used for lanes below the bound in agc_plan_lane; and never less than
+     * one stripe, whose tiles topk may make twice as long as they are: an index of two bytes beside
+     * each value of at least two. */
     uint64_t chunk_nbytes = (uint64_t)1 << chunk_log2_max;
     uint64_t tile_nbytes = (uint64_t)AGC_TILE_NELEMS_MAX * elem_nbytes;
     uint64_t share_nbytes = nranks <= 2 ? chunk_nbytes : chunk_nbytes / nranks;
-    uint64_t least_nbytes = nranks <= 2 ? 2 * tile_nbytes : tile_nbytes;
+    uint64_t least_nbytes = nranks <= 2 ? 4 * tile_nbytes : 2 * tile_nbytes;
     uint64_t nbytes = share_nbytes > least_nbytes ? share_nbytes : least_nbytes;
     /* Block codecs on tiny tiles: a scale per element at worst, and the padding of each tile. */
     return AGC_WIRE_HEADER_NBYTES + nbytes + nbytes / 16 + 4096;

@@ -19,6 +19,9 @@ struct agc_lane_plan {
                     t % nranks, two phases */
 };
 
+/* Parameters begin at multiples of this in a lane of a resolved spec. */
+uint32_t agc_plan_align_nelems(const struct agc_spec *spec);
+
 /* spec must be resolved. */
 struct agc_lane_plan agc_plan_lane(const struct agc_spec *spec, uint32_t dtype, uint64_t nelems,
                                    uint32_t nranks);

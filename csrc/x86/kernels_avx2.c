@@ -10,7 +10,7 @@
 #include "core/kernels.h"
 
 #define SUFFIX avx2
-#define TARGET __attribute__((target("avx2,f16c")))
+#define TARGET __attribute__((target("avx2,f16c,bmi2")))
 #define VL 8
 #define VF __m256
 #define VI __m256i
@@ -54,6 +54,9 @@
 #define VF_ABS(a) VI_AS_VF(VI_AND(VF_BITS(a), VI_SET1(0x7fffffffu)))
 #define VF_SELECT_GT(a, b, x) _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ), x)
 #define VI_COUNT_GT(n, a, b) _mm256_sub_epi32(n, VF_BITS(_mm256_cmp_ps(a, b, _CMP_GT_OQ)))
+#define VI_MASK_GT_I32(a, b) ((uint32_t)_mm256_movemask_ps(VI_AS_VF(_mm256_cmpgt_epi32(a, b))))
+#define VI_COUNT_GT_I32(n, a, b) _mm256_sub_epi32(n, _mm256_cmpgt_epi32(a, b))
+#define VI_COMPRESS_STORE(p, mask, v) vi_compress_store_256(p, mask, v)
 #define I8_STORE(p, v) i8_store_256(p, v)
 #define I8_LOAD(p) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(p)))
 #define U8_STORE(p, v) u8_store_256(p, v)
@@ -116,6 +119,15 @@ TARGET static inline VF vf_select_finite_256(VF d, VF a, VF b)
     VI magnitude =
         VI_AND(VF_BITS(d), VI_SET1(0x7fffffffu)); /* below 2^31: a signed comparison does */
     return _mm256_blendv_ps(b, a, VI_AS_VF(_mm256_cmpgt_epi32(VI_SET1(0x7f800000u), magnitude)));
+}
+
+TARGET static inline void vi_compress_store_256(void *p, uint32_t mask, VI v)
+{
+    /* The numbers of the mask's lanes, a byte each, moved together. */
+    uint64_t bytes = _pdep_u64(mask, 0x0101010101010101u) * 0xffu;
+    uint64_t lanes = _pext_u64(0x0706050403020100u, bytes);
+    VI order = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)lanes));
+    VI_STORE(p, _mm256_permutevar8x32_epi32(v, order));
 }
 
 TARGET static inline uint32_t vi_hsum_256(VI v)

@@ -54,6 +54,11 @@
 #define VF_SELECT_GT(a, b, x) _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), x)
 #define VI_COUNT_GT(n, a, b)                                                                       \
     _mm512_mask_add_epi32(n, _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), n, VI_SET1(1))
+#define VI_MASK_GT_I32(a, b) ((uint32_t)_mm512_cmpgt_epi32_mask(a, b))
+#define VI_COUNT_GT_I32(n, a, b)                                                                   \
+    _mm512_mask_add_epi32(n, _mm512_cmpgt_epi32_mask(a, b), n, VI_SET1(1))
+/* Through a register: compressing to memory is slow on some CPUs. */
+#define VI_COMPRESS_STORE(p, mask, v) VI_STORE(p, _mm512_maskz_compress_epi32((__mmask16)(mask), v))
 #define I8_STORE(p, v) _mm_storeu_si128((__m128i *)(void *)(p), _mm512_cvtepi32_epi8(v))
 #define I8_LOAD(p) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(p)))
 #define U8_STORE(p, v) I8_STORE(p, v)

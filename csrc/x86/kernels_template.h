@@ -735,6 +735,63 @@ TARGET static void FN(f32_decode_add)(const uint8_t *src, uint32_t nelems, float
         agc_f32_decode_add_c(src + 4 * (size_t)i, nelems - i, weight, out + i);
 }
 
+/* ---- topk ---- */
+
+TARGET static inline __attribute__((always_inline)) uint32_t
+FN(collect)(const float *x, const float *residual, uint32_t nelems, uint32_t first,
+            uint32_t magnitude_bits, uint32_t *index, float *value, bool feedback)
+{
+    VI magnitude = VI_SET1(0x7fffffffu), below = VI_SET1(magnitude_bits - 1);
+    VI place = VI_ADD(VI_SET1(first), VI_IOTA);
+    uint32_t i = 0, n = 0;
+    for (; i + VL <= nelems; i += VL) {
+        VF v = VF_LOAD(x + i);
+        if (feedback)
+            v = VF_ADD(v, VF_LOAD(residual + i));
+        uint32_t reached = VI_MASK_GT_I32(VI_AND(VF_BITS(v), magnitude), below);
+        if (AGC_UNLIKELY(reached)) {
+            VI_COMPRESS_STORE(value + n, reached, VF_BITS(VF_FIX_NAN(v)));
+            VI_COMPRESS_STORE(index + n, reached, VI_ADD(place, VI_SET1(i)));
+            n += (uint32_t)__builtin_popcount(reached);
+        }
+    }
+    return n + agc_collect_magnitude_c(x + i, feedback ? residual + i : NULL, nelems - i, first + i,
+                                       magnitude_bits, index + n, value + n);
+}
+
+TARGET static uint32_t FN(collect_magnitude)(const float *x, const float *residual, uint32_t nelems,
+                                             uint32_t first, uint32_t magnitude_bits,
+                                             uint32_t *index, float *value)
+{
+    if (residual)
+        return FN(collect)(x, residual, nelems, first, magnitude_bits, index, value, true);
+    return FN(collect)(x, NULL, nelems, first, magnitude_bits, index, value, false);
+}
+
+TARGET static uint32_t FN(count_magnitude)(const float *value, uint32_t nelems,
+                                           uint32_t magnitude_bits)
+{
+    VI magnitude = VI_SET1(0x7fffffffu), below = VI_SET1(magnitude_bits - 1);
+    VI n0 = VI_SET1(0), n1 = VI_SET1(0);
+    uint32_t i = 0;
+    for (; i + 2 * VL <= nelems; i += 2 * VL) {
+        n0 = VI_COUNT_GT_I32(n0, VI_AND(VF_BITS(VF_LOAD(value + i)), magnitude), below);
+        n1 = VI_COUNT_GT_I32(n1, VI_AND(VF_BITS(VF_LOAD(value + i + VL)), magnitude), below);
+    }
+    return VI_HSUM(VI_ADD(n0, n1)) + agc_count_magnitude_c(value + i, nelems - i, magnitude_bits);
+}
+
+TARGET static void FN(residual_add)(const float *x, float *residual, uint32_t nelems)
+{
+    uint32_t i = 0;
+    for (; i + VL <= nelems; i += VL) {
+        VF owed = VF_LOAD(residual + i), v = VF_ADD(VF_LOAD(x + i), owed);
+        VF_STORE(residual + i, VF_SELECT_FINITE(v, v, owed));
+    }
+    if (i < nelems)
+        agc_residual_add_c(x + i, residual + i, nelems - i);
+}
+
 #define OVERLAY(k)                                                                                 \
     do {                                                                                           \
         (k)->fp8_encode = FN(fp8_encode);                                                          \
@@ -758,6 +815,9 @@ TARGET static void FN(f32_decode_add)(const uint8_t *src, uint32_t nelems, float
         (k)->bf16_encode = FN(bf16_encode);                                                        \
         (k)->bf16_decode = FN(bf16_decode);                                                        \
         (k)->bf16_decode_add = FN(bf16_decode_add);                                                \
+        (k)->collect_magnitude = FN(collect_magnitude);                                            \
+        (k)->count_magnitude = FN(count_magnitude);                                                \
+        (k)->residual_add = FN(residual_add);                                                      \
         (k)->f32_decode = FN(f32_decode);                                                          \
         (k)->f32_decode_add = FN(f32_decode_add);                                                  \
     } while (0)

@@ -319,6 +319,78 @@ static void check_f32_decode_add(void)
     check_float_decode(ref->f32_decode_add, now.tier->kernels.f32_decode_add, 4, true);
 }
 
+/* A magnitude that some of the numbers reach: one of theirs, its neighbour, or anything. */
+static uint32_t random_magnitude(const float *x, size_t n)
+{
+    uint32_t bits = n ? agc_f32_bits(x[random_below((uint32_t)n)]) & 0x7fffffffu : 0;
+    switch (random_below(5)) {
+    case 0:
+        return 0;
+    case 1:
+        return (uint32_t)random_u64() & 0x7fffffffu;
+    case 2:
+        return bits + (bits < 0x7fffffffu);
+    default:
+        return bits;
+    }
+}
+
+static void check_collect_magnitude(void)
+{
+    size_t n = now.nelems;
+    float *x = place_floats(&in_x, now.nelems), *residual = NULL;
+    random_fill(x, n, now.values);
+    if (now.residual) {
+        residual = place_floats(&in_y, now.nelems);
+        fill_residual(residual, now.nelems);
+    }
+    uint32_t magnitude = random_magnitude(x, n), first = random_below(1000);
+    /* Both arrays may be written a vector too far. */
+    size_t nbytes = 4 * (n + 16);
+    uint32_t *index[2] = {(uint32_t *)(void *)place_output(&out_ref[0], nbytes, 4),
+                          (uint32_t *)(void *)place_output(&out_tier[0], nbytes, 4)};
+    float *value[2] = {(float *)(void *)place_output(&out_ref[1], nbytes, 4),
+                       (float *)(void *)place_output(&out_tier[1], nbytes, 4)};
+    uint32_t a =
+        ref->collect_magnitude(x, residual, now.nelems, first, magnitude, index[0], value[0]);
+    uint32_t b = now.tier->kernels.collect_magnitude(x, residual, now.nelems, first, magnitude,
+                                                     index[1], value[1]);
+    CHECK_EQ(a, b);
+    CHECK_BYTES(index[0], index[1], 4 * (size_t)a);
+    CHECK_BYTES(value[0], value[1], 4 * (size_t)a);
+    for (uint32_t i = 0; i < a; i++)
+        CHECK(index[0][i] >= first && index[0][i] < first + n &&
+              (!i || index[0][i - 1] < index[0][i]));
+    check_output(0, (uint8_t *)index[1], (uint8_t *)index[1], nbytes); /* what lies around them */
+    check_output(1, (uint8_t *)value[1], (uint8_t *)value[1], nbytes);
+}
+
+static void check_count_magnitude(void)
+{
+    float *x = place_floats(&in_x, now.nelems);
+    random_fill(x, now.nelems, now.values);
+    uint32_t magnitude = random_magnitude(x, now.nelems), expected = 0;
+    for (uint32_t i = 0; i < now.nelems; i++)
+        expected += (agc_f32_bits(x[i]) & 0x7fffffffu) >= magnitude;
+    CHECK_EQ(ref->count_magnitude(x, now.nelems, magnitude), expected);
+    CHECK_EQ(now.tier->kernels.count_magnitude(x, now.nelems, magnitude), expected);
+}
+
+static void check_residual_add(void)
+{
+    size_t n = now.nelems;
+    float *x = place_floats(&in_x, now.nelems), *drawn = place_floats(&in_y, now.nelems);
+    random_fill(x, n, now.values);
+    fill_residual(drawn, now.nelems);
+    float *a = (float *)(void *)place_output(&out_ref[0], 4 * n, 4);
+    float *b = (float *)(void *)place_output(&out_tier[0], 4 * n, 4);
+    memcpy(a, drawn, 4 * n);
+    memcpy(b, drawn, 4 * n);
+    ref->residual_add(x, a, now.nelems);
+    now.tier->kernels.residual_add(x, b, now.nelems);
+    check_output(0, (uint8_t *)a, (uint8_t *)b, 4 * n);
+}
+
 static void check_any_nonzero(void)
 {
     static const uint32_t dtypes[] = {AGC_DTYPE_F32, AGC_DTYPE_BF16, AGC_DTYPE_F64};
@@ -386,6 +458,10 @@ static const struct {
     [OP_bf16_decode_add] = {"bf16_decode_add", check_bf16_decode_add, 0},
     [OP_f32_decode] = {"f32_decode", check_f32_decode, HAS_VALUES},
     [OP_f32_decode_add] = {"f32_decode_add", check_f32_decode_add, HAS_VALUES},
+    [OP_collect_magnitude] = {"collect_magnitude", check_collect_magnitude,
+                              HAS_VALUES | HAS_RESIDUAL},
+    [OP_count_magnitude] = {"count_magnitude", check_count_magnitude, HAS_VALUES},
+    [OP_residual_add] = {"residual_add", check_residual_add, HAS_VALUES},
     [OP_any_nonzero] = {"any_nonzero", check_any_nonzero, 0},
     [OP_crc32c] = {"crc32c", check_crc32c, 0},
 };

@@ -24,6 +24,7 @@ struct lane_view {
     uint32_t npieces;
     uint32_t param[NPIECES_MAX];
     uint64_t lane_elem[NPIECES_MAX + 1]; /* where each piece begins; the end of the last */
+    uint64_t piece_nelems[NPIECES_MAX];
     uint64_t bucket_elem[NPIECES_MAX];
 };
 
@@ -42,6 +43,11 @@ static struct lane_view view_lane(const struct model *m, uint32_t bucket, uint32
         if (b->pieces[i].lane == lane) {
             v.param[v.npieces] = b->pieces[i].param;
             v.bucket_elem[v.npieces] = bucket_elem;
+            v.piece_nelems[v.npieces] = nelems;
+            /* sign: a parameter begins a block */
+            if (nelems && v.codec->flags & AGC_CODEC_ZERO_IN_BLOCK_MOVES)
+                v.lane_elem[v.npieces] = (v.lane_elem[v.npieces] + spec.block_nelems - 1) /
+                                         spec.block_nelems * spec.block_nelems;
             v.lane_elem[v.npieces + 1] = v.lane_elem[v.npieces] + nelems;
             v.npieces++;
             v.has_residual |= m->has_residual[b->pieces[i].param];
@@ -58,6 +64,18 @@ static uint32_t piece_of(const struct lane_view *v, uint64_t lane_elem)
     while (v->lane_elem[i + 1] <= lane_elem)
         i++;
     return i;
+}
+
+/* Behind the last element of a piece and before the next one's block. */
+static bool is_gap(const struct lane_view *v, uint64_t lane_elem)
+{
+    uint32_t p = piece_of(v, lane_elem);
+    return lane_elem - v->lane_elem[p] >= v->piece_nelems[p];
+}
+
+static bool is_aligned(const struct lane_view *v)
+{
+    return (v->codec->flags & AGC_CODEC_ZERO_IN_BLOCK_MOVES) != 0;
 }
 
 static void allocate_residuals(struct model *m)
@@ -125,6 +143,10 @@ static void lane_load(const struct lane_view *v, const uint8_t *bucket, void *x)
 {
     for (uint64_t i = 0; i < v->lane_elem[v->npieces]; i++) {
         uint32_t piece = piece_of(v, i);
+        if (is_gap(v, i)) {
+            ((float *)x)[i] = 0.0f;
+            continue;
+        }
         const uint8_t *src = bucket + (v->bucket_elem[piece] + i - v->lane_elem[piece]) *
                                           agc_dtype_nbytes(v->plan.dtype);
         if (v->is_f64)
@@ -138,6 +160,8 @@ static void lane_store(const struct lane_view *v, const void *x, uint8_t *bucket
 {
     for (uint64_t i = 0; i < v->lane_elem[v->npieces]; i++) {
         uint32_t piece = piece_of(v, i);
+        if (is_gap(v, i))
+            continue;
         uint8_t *dst = bucket + (v->bucket_elem[piece] + i - v->lane_elem[piece]) *
                                     agc_dtype_nbytes(v->plan.dtype);
         if (v->is_f64)
@@ -148,14 +172,28 @@ static void lane_store(const struct lane_view *v, const void *x, uint8_t *bucket
 }
 
 /* Encodes the tile of n elements from element `first` on with a residual, which belongs to element
- * 0 of the lane. live: per element, whether its residual takes part; where it does not, it is kept
- * and what is lost now comes on top. residual NULL: none. */
+ * 0 of the lane. live: per element, whether its residual takes part; where it does not, it is kept.
+ * residual NULL: none. */
 static void encode_tile(const struct lane_view *v, const struct agc_tile *tile, uint64_t first,
                         const void *x, float *residual, const bool *live, uint8_t *payload)
 {
     static float taken[AGC_TILE_NELEMS_MAX];
     const uint8_t *tile_x = (const uint8_t *)x + first * (v->is_f64 ? 8 : 4);
     uint32_t work = v->is_f64 ? AGC_DTYPE_F64 : AGC_DTYPE_F32;
+    if (is_aligned(v)) { /* each piece by itself */
+        memset(payload, 0, agc_tile_nbytes(&tile->spec, tile->dtype, tile->nelems));
+        for (uint32_t p = 0; p < v->npieces; p++) {
+            uint64_t begin = v->lane_elem[p], end = begin + v->piece_nelems[p];
+            begin = begin > first ? begin : first;
+            end = end < first + tile->nelems ? end : first + tile->nelems;
+            if (begin >= end)
+                continue;
+            v->codec->encode_run(tile, (const float *)x + begin, work,
+                                 residual && live[begin] ? residual + begin : NULL,
+                                 (uint32_t)(begin - first), (uint32_t)(end - begin), payload);
+        }
+        return;
+    }
     if (!residual) {
         agc_tile_encode(v->codec, tile, tile_x, work, NULL, payload);
         return;
@@ -164,7 +202,7 @@ static void encode_tile(const struct lane_view *v, const struct agc_tile *tile, 
         taken[i] = live[first + i] ? residual[first + i] : 0.0f;
     agc_tile_encode(v->codec, tile, tile_x, work, taken, payload);
     for (uint32_t i = 0; i < tile->nelems; i++)
-        residual[first + i] = live[first + i] ? taken[i] : residual[first + i] + taken[i];
+        residual[first + i] = live[first + i] ? taken[i] : residual[first + i];
 }
 
 /* Liveness of a rank's gradient: per parameter. */
@@ -198,6 +236,12 @@ static void mark_live_runs(const struct lane_view *v, const void *x, bool *live)
 
 static float scratch[AGC_SCRATCH_NELEMS];
 
+static struct agc_rng index_rng(const struct model *m, uint32_t round, uint32_t bucket,
+                                uint32_t lane, uint64_t first)
+{
+    return agc_rng_key(m->seed, round, bucket, lane | AGC_RNG_LANE_OF_INDICES, first);
+}
+
 static void exchange_lane(struct model *m, uint32_t bucket, uint32_t lane, uint32_t round,
                           uint8_t *const gradients[], const bool *absent, uint8_t *result)
 {
@@ -219,7 +263,7 @@ static void exchange_lane(struct model *m, uint32_t bucket, uint32_t lane, uint3
         mark_live_params(&v, x, live);
         for (uint64_t i = 0; i < nelems; i++) {
             uint32_t p = piece_of(&v, i);
-            residual[i] = m->residual[rank][v.param[p]][i - v.lane_elem[p]];
+            residual[i] = is_gap(&v, i) ? 0.0f : m->residual[rank][v.param[p]][i - v.lane_elem[p]];
         }
         for (uint64_t first = 0; first < nelems; first += v.plan.tile_nelems) {
             uint64_t t = first / v.plan.tile_nelems;
@@ -229,6 +273,7 @@ static void exchange_lane(struct model *m, uint32_t bucket, uint32_t lane, uint3
                 .dtype = v.plan.dtype,
                 .nelems = agc_plan_tile_nelems(&v.plan, t),
                 .rng = agc_rng_key(m->seed, round, bucket, lane | (rank + 1) << 8, first),
+                .index_rng = index_rng(m, round, bucket, lane, first),
                 .scratch = scratch};
             encode_tile(&v, &tile, first, x, v.has_residual ? residual : NULL, live, payload);
             v.codec->decode(&tile, payload, weight, rank > 0, (uint8_t *)mean + first * elem_nbytes,
@@ -236,10 +281,13 @@ static void exchange_lane(struct model *m, uint32_t bucket, uint32_t lane, uint3
         }
         for (uint64_t i = 0; i < nelems; i++) {
             uint32_t p = piece_of(&v, i);
-            if (m->has_residual[v.param[p]])
+            if (m->has_residual[v.param[p]] && !is_gap(&v, i))
                 m->residual[rank][v.param[p]][i - v.lane_elem[p]] = residual[i];
         }
     }
+    for (uint64_t i = 0; is_aligned(&v) && i < nelems; i++)
+        if (is_gap(&v, i))
+            ((float *)mean)[i] = 0.0f;
     if (!v.plan.direct) {
         mark_live_runs(&v, mean, live);
         for (uint64_t first = 0; first < nelems; first += v.plan.tile_nelems) {
@@ -249,6 +297,7 @@ static void exchange_lane(struct model *m, uint32_t bucket, uint32_t lane, uint3
                                     .dtype = v.plan.dtype,
                                     .nelems = agc_plan_tile_nelems(&v.plan, t),
                                     .rng = agc_rng_key(m->seed, round, bucket, lane, first),
+                                    .index_rng = index_rng(m, round, bucket, lane, first),
                                     .scratch = scratch};
             encode_tile(&v, &tile, first, mean, m->owner_residual[bucket][lane], live, payload);
             v.codec->decode(&tile, payload, 1.0, false, (uint8_t *)mean + first * elem_nbytes,
@@ -283,8 +332,8 @@ static void add_owner_residual(const struct model *m, uint32_t rank, uint32_t pa
         for (uint32_t lane = 0; lane < m->layout->buckets[b].nlanes; lane++) {
             const struct lane_view v = view_lane(m, b, lane);
             for (uint32_t p = 0; m->owner_residual[b][lane] && p < v.npieces; p++) {
-                for (uint64_t i = v.lane_elem[p]; v.param[p] == param && i < v.lane_elem[p + 1];
-                     i++)
+                for (uint64_t i = v.lane_elem[p];
+                     v.param[p] == param && i < v.lane_elem[p] + v.piece_nelems[p]; i++)
                     if (i / v.plan.tile_nelems % m->nranks == rank)
                         dst[i - v.lane_elem[p]] += (float)m->nranks * m->owner_residual[b][lane][i];
             }

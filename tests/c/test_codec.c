@@ -18,10 +18,31 @@ static float scratch[AGC_SCRATCH_NELEMS];
 
 /* ---- specs ------------------------------------------------------------------------------- */
 
-#define NSPECS_MAX 64
+#define NSPECS_MAX 96
 static struct agc_spec specs[NSPECS_MAX];
 static struct agc_codec_info infos[NSPECS_MAX]; /* of the same index */
 static int nspecs;
+
+static void add_spec(const struct agc_codec_info *info, struct agc_spec spec)
+{
+    CHECK(nspecs < NSPECS_MAX);
+    infos[nspecs] = *info;
+    specs[nspecs] = spec;
+    specs[nspecs++].codec = info->id;
+}
+
+/* Of the sparse codecs: one element of a tile, some, all; each codec of values. */
+static const struct agc_spec sparse_specs[] = {
+    {.frac_e9 = 1},
+    {.frac_e9 = 10000000},
+    {.frac_e9 = 1000000000},
+    {.frac_e9 = 100000000, .values = 2},
+    {.frac_e9 = 500000000, .values = 4},
+    {.frac_e9 = 10000000, .values = 5},
+    {.frac_e9 = 250000000, .values = 6, .block_nelems = 32, .rounding = AGC_ROUNDING_STOCHASTIC},
+    {.frac_e9 = 100000000, .values = 8},
+};
+#define NSPARSE ((int)(sizeof sparse_specs / sizeof sparse_specs[0]))
 
 /* Every codec with every block size and rounding that it offers. */
 static void list_specs(void)
@@ -29,15 +50,15 @@ static void list_specs(void)
     static const uint32_t blocks[] = {0, 32, 256, 4096};
     struct agc_codec_info info;
     for (uint32_t i = 0; agc_codec_info_at(i, &info); i++) {
-        for (int block = 0; block < (info.flags & AGC_CODEC_BLOCKS ? 4 : 1); block++) {
+        for (int j = 0; info.flags & AGC_CODEC_SPARSE && j < NSPARSE; j++)
+            add_spec(&info, sparse_specs[j]);
+        if (info.flags & AGC_CODEC_SPARSE)
+            continue;
+        for (int block = 0; block < (info.flags & AGC_CODEC_BLOCKS ? 4 : 1); block++)
             for (uint32_t rounding = 0; rounding < (info.flags & AGC_CODEC_STOCHASTIC ? 2 : 1);
-                 rounding++) {
-                CHECK(nspecs < NSPECS_MAX);
-                infos[nspecs] = info;
-                specs[nspecs++] = (struct agc_spec){
-                    .codec = info.id, .block_nelems = blocks[block], .rounding = rounding};
-            }
-        }
+                 rounding++)
+                add_spec(&info,
+                         (struct agc_spec){.block_nelems = blocks[block], .rounding = rounding});
     }
 }
 
@@ -47,15 +68,23 @@ static uint64_t nelems_now;
 
 static void describe(char *dst, size_t dst_cap_nbytes)
 {
-    snprintf(dst, dst_cap_nbytes, "%s block %u rounding %u, %llu elements, %s",
+    snprintf(dst, dst_cap_nbytes, "%s block %u rounding %u frac %u values %u, %llu elements, %s",
              infos[spec_now].name, specs[spec_now].block_nelems, specs[spec_now].rounding,
-             (unsigned long long)nelems_now, value_class_name(values_now));
+             specs[spec_now].frac_e9, specs[spec_now].values, (unsigned long long)nelems_now,
+             value_class_name(values_now));
 }
 
-/* Elements that share their fate. */
+static bool is_sparse(int spec)
+{
+    return (infos[spec].flags & AGC_CODEC_SPARSE) != 0;
+}
+
+/* Elements that share their fate: in a sparse codec those of a tile. */
 static uint64_t block_nelems_of(int spec)
 {
     struct agc_spec resolved;
+    if (is_sparse(spec))
+        return AGC_TILE_NELEMS_MAX;
     CHECK_OK(agc_spec_resolve(&specs[spec], &resolved));
     return resolved.block_nelems ? resolved.block_nelems : 1;
 }
@@ -212,6 +241,11 @@ static double error_bound(const struct tensor *t, uint64_t i, double v)
         return grid_scale(t, i) * (factor + grid_levels() * 0x1p-22);
     if (is_codec("ternary") || is_codec("sign")) /* of what is encoded without a residual */
         return fmax(block_absmax(t, i), fabs(v)) * (1.0 + 0x1p-11) + 0x1p-149;
+    if (is_sparse(spec_now)) { /* of what is not kept, all of it */
+        double largest = fmax(block_absmax(t, i), fabs(v));
+        bool overflows = specs[spec_now].values == 2 && largest >= 65520.0;
+        return overflows ? (double)INFINITY : largest * (1.0 + 0x1p-11) + 0x1p-149;
+    }
     FAIL("codec %s has no error bound here", infos[spec_now].name);
 }
 
@@ -301,7 +335,8 @@ static void test_constant_block(void)
                 if (specs[spec_now].rounding == AGC_ROUNDING_NEAREST && fabs(c) > 0x1p-110) {
                     if (grid_levels() > 0)
                         bound = fabs(c) * 0x1p-21;
-                    else if (block_nelems_of(spec_now) > 1) /* a sum of up to 4096 roundings */
+                    else if (!is_sparse(spec_now) &&
+                             block_nelems_of(spec_now) > 1) /* a sum of up to 4096 roundings */
                         bound = fabs(c) * 0x1p-12;
                 }
                 if (bound < (double)INFINITY)
@@ -326,7 +361,9 @@ static void check_zeros(struct tensor *t)
     for (uint64_t i = 0; i < t->nelems; i++) {
         if (t->x[i] != 0.0f)
             continue;
-        if (alone || !(infos[spec_now].flags & AGC_CODEC_ZERO_IN_BLOCK_MOVES)) {
+        bool moves = infos[spec_now].flags & AGC_CODEC_ZERO_IN_BLOCK_MOVES ||
+                     specs[spec_now].values == 8; /* sign */
+        if (alone || !moves) {
             CHECK(t->decoded[i] == 0.0f);
             CHECK(t->residual[i] == 0.0f);
         }
@@ -406,6 +443,8 @@ static void test_non_finite_stays_in_its_block(void)
     struct tensor clean = tensor_create(70000), t = tensor_create(70000);
     for (spec_now = 0; spec_now < nspecs; spec_now++) {
         uint64_t block = block_nelems_of(spec_now);
+        if (is_sparse(spec_now))
+            continue; /* the next test */
         random_fill(clean.x, clean.nelems, VALUES_GAUSS);
         random_fill(clean.residual_old, clean.nelems, VALUES_GAUSS);
         travel(&clean, spec_now, true, 1);
@@ -433,6 +472,98 @@ static void test_non_finite_stays_in_its_block(void)
     tensor_destroy(&t);
 }
 
+/* Rank of a magnitude: NaNs are equal, and larger than infinities. */
+static uint32_t magnitude_of(float x)
+{
+    return x == x ? agc_f32_bits(x) & 0x7fffffffu : AGC_F32_NAN_BITS;
+}
+
+/* Checks the indices of one tile's payload; returns the length of the payload. An element is kept
+ * if fewer than k are larger, or equal and before it. */
+static uint64_t check_largest(const struct tensor *t, uint64_t first, const uint8_t *payload)
+{
+    uint64_t nelems = t->nelems - first, nkept, nlarger = 0, nties = 0, j = 0, nbytes;
+    nelems = nelems < AGC_TILE_NELEMS_MAX ? nelems : AGC_TILE_NELEMS_MAX;
+    nkept = (nelems * specs[spec_now].frac_e9 + 999999999) / 1000000000;
+    uint32_t last = UINT32_MAX;
+    for (uint64_t i = 0; i < nkept; i++) { /* the smallest that is kept */
+        uint32_t m = magnitude_of(t->x[first + agc_load_u16(payload + 2 * i)]);
+        last = m < last ? m : last;
+    }
+    for (uint64_t i = 0; i < nelems; i++)
+        nlarger += magnitude_of(t->x[first + i]) > last;
+    CHECK(nlarger < nkept);
+    for (uint64_t i = 0; i < nelems; i++) {
+        uint32_t m = magnitude_of(t->x[first + i]);
+        bool kept = m > last || (m == last && nties++ < nkept - nlarger);
+        if (kept)
+            CHECK_EQ(agc_load_u16(payload + 2 * j++), i);
+        float expected = kept ? t->x[first + i] : 0.0f;
+        CHECK(t->decoded[first + i] == expected || expected != expected);
+    }
+    CHECK_EQ(j, nkept);
+    nbytes = (2 * nkept + 15) / 16 * 16 + 4 * nkept;
+    return (nbytes + 15) / 16 * 16;
+}
+
+/* In a sparse codec what is not finite is kept like the largest of its tile (topk), or if it is
+ * drawn (randk); what shares a block of values with it is lost too, and the rest arrives. */
+static void test_non_finite_in_sparse_codecs(void)
+{
+    static const uint32_t bad_bits[] = {0x7f800000u, 0xff800000u, 0x7fc00000u, 0xffbfffffu};
+    test_describe = describe;
+    values_now = VALUES_NAN;
+    struct tensor t = tensor_create(70000);
+    for (spec_now = 0; spec_now < nspecs; spec_now++) {
+        for (int i = 0; is_sparse(spec_now) && i < 8; i++) {
+            random_fill(t.x, t.nelems, VALUES_GAUSS);
+            random_fill(t.residual_old, t.nelems, VALUES_GAUSS);
+            uint64_t bad = random_u64() % t.nelems;
+            uint32_t nlost = 0;
+            bad = i < 4 ? (i % 2 ? 65536 : 0) : bad;
+            memcpy(&t.x[bad], &bad_bits[i % 4], 4);
+            travel(&t, spec_now, true, 1);
+            if (is_codec("topk"))
+                CHECK(!isfinite(t.decoded[bad]));
+            for (uint64_t j = 0; j < t.nelems; j++) {
+                CHECK(isfinite(t.residual[j]));
+                if (isfinite(t.decoded[j]))
+                    continue;
+                nlost++;
+                CHECK_EQ(j / AGC_TILE_NELEMS_MAX, bad / AGC_TILE_NELEMS_MAX);
+                CHECK(t.residual[j] == t.residual_old[j]);
+            }
+            CHECK_LE(nlost, specs[spec_now].values > 2 ? 256u : 1u);
+            CHECK(t.residual[bad] == t.residual_old[bad]);
+        }
+    }
+    spec_now = 0;
+    tensor_destroy(&t);
+}
+
+/* What is kept is the largest, of equal ones the first, by an obvious method. */
+static void test_topk_keeps_the_largest(void)
+{
+    test_describe = describe;
+    for (int l = 0; l < NLENGTHS; l++) {
+        struct tensor t = tensor_create(lengths[l]);
+        for (int v = 0; v < NVALUES; v++) {
+            values_now = (enum value_class)v;
+            random_fill(t.x, t.nelems, values_now);
+            for (spec_now = 0; spec_now < nspecs; spec_now++) {
+                if (!is_codec("topk") || specs[spec_now].values)
+                    continue;
+                travel(&t, spec_now, false, 1);
+                const uint8_t *payload = t.frame + AGC_WIRE_HEADER_NBYTES;
+                for (uint64_t first = 0; first < t.nelems; first += AGC_TILE_NELEMS_MAX)
+                    payload += check_largest(&t, first, payload);
+            }
+        }
+        tensor_destroy(&t);
+    }
+    spec_now = 0;
+}
+
 /* ---- adding, aligning, converting -------------------------------------------------------- */
 
 static void test_decode_add_is_decode_then_add(void)
@@ -453,6 +584,13 @@ static void test_decode_add_is_decode_then_add(void)
                 }
                 CHECK_OK(agc_decode(t.frame, t.frame_nbytes, sum, AGC_DTYPE_F32, t.nelems, true,
                                     scratch));
+                for (uint64_t j = 0; is_sparse(spec_now) && j < t.nelems; j++) {
+                    /* What is not kept is not touched: a zero keeps its sign, a NaN its bits. */
+                    CHECK(sum[j] == expected[j] ||
+                          (sum[j] != sum[j] && expected[j] != expected[j]));
+                    if (t.decoded[j] == 0.0f)
+                        sum[j] = expected[j];
+                }
                 CHECK_BYTES(sum, expected, 4 * t.nelems);
             }
         }
@@ -512,7 +650,9 @@ static void test_dtypes_and_alignment(void)
                 CHECK_OK(agc_frame_nbytes(&specs[spec_now], dtypes[in], NELEMS, true, &cap));
                 CHECK_OK(agc_encode(&specs[spec_now], x, dtypes[in], NELEMS, NULL, 9, true, scratch,
                                     frame, cap, &nbytes));
-                if (!lossless)
+                /* Values that topk sends as they are have the tensor's data type. */
+                bool same = !lossless && (!is_sparse(spec_now) || specs[spec_now].values);
+                if (same)
                     CHECK_BYTES(frame + 64, t.frame + 64, t.frame_nbytes - 64);
                 for (int to = 0; to < 4; to++) {
                     size_t out_nbytes = (size_t)agc_dtype_nbytes(dtypes[to]) * NELEMS;
@@ -667,7 +807,7 @@ static void test_stochastic_rounding_is_keyed(void)
     struct tensor a = tensor_create(2 * AGC_TILE_NELEMS_MAX), b = tensor_create(a.nelems);
     values_now = VALUES_CONSTANT;
     for (spec_now = 0; spec_now < nspecs; spec_now++) {
-        if (specs[spec_now].rounding != AGC_ROUNDING_STOCHASTIC)
+        if (specs[spec_now].rounding != AGC_ROUNDING_STOCHASTIC || is_sparse(spec_now))
             continue;
         /* Half-way between two steps, with a scale of 1; fp8's are one apart from 8 on. */
         float low = is_codec("fp8") ? 8.0f : 0.0f;
@@ -802,6 +942,17 @@ static uint64_t blocks_nbytes(const char *name, uint64_t block, uint64_t n)
     FAIL("codec %s has no size here", name);
 }
 
+static uint64_t sparse_nbytes(const char *name, const struct agc_spec *s, uint32_t dtype,
+                              uint64_t n)
+{
+    uint64_t k = (n * s->frac_e9 + 999999999) / 1000000000, elem_nbytes = agc_dtype_nbytes(dtype);
+    uint64_t nbytes = strcmp(name, "topk") == 0 ? (2 * k + 15) / 16 * 16 : 0;
+    static const char *const names[] = {[4] = "fp8", [5] = "int8", [6] = "int4", [8] = "sign"};
+    if (s->values == 0)
+        return nbytes + k * (elem_nbytes < 4 ? elem_nbytes : 4);
+    return nbytes + (s->values == 2 ? 2 * k : blocks_nbytes(names[s->values], s->block_nelems, k));
+}
+
 /* Bytes of a frame by the description in the codecs' headers, one tile after another. */
 static uint64_t expected_nbytes(const struct agc_spec *spec, const char *name, uint32_t dtype,
                                 uint64_t nelems)
@@ -815,6 +966,8 @@ static uint64_t expected_nbytes(const struct agc_spec *spec, const char *name, u
             payload = n * agc_dtype_nbytes(dtype);
         else if (strcmp(name, "fp16") == 0 || strcmp(name, "bf16") == 0)
             payload = 2 * n;
+        else if (s.frac_e9)
+            payload = n ? sparse_nbytes(name, &s, dtype, n) : 0;
         else
             payload = blocks_nbytes(name, s.block_nelems, n);
         nbytes += (i == 0 ? full : 1) * ((payload + 15) / 16 * 16);
@@ -860,6 +1013,36 @@ static void test_sizes(void)
     spec_now = 0;
 }
 
+static void check_sparse_spec(uint32_t id)
+{
+    struct agc_spec out;
+    static const uint32_t good_values[] = {0, 2, 4, 5, 6, 8};
+    for (uint32_t values = 0; values < 300; values++) {
+        struct agc_spec s = {.codec = id, .frac_e9 = 1000, .values = values};
+        bool good = false, blocks = values > 2;
+        for (int i = 0; i < 6; i++)
+            good |= values == good_values[i];
+        CHECK_STATUS(agc_spec_resolve(&s, &out), good ? AGC_OK : AGC_ERR_SPEC);
+        if (!good)
+            continue;
+        CHECK_EQ(out.block_nelems, blocks ? 256 : 0);
+        s.block_nelems = 64;
+        CHECK_STATUS(agc_spec_resolve(&s, &out), blocks ? AGC_OK : AGC_ERR_SPEC);
+        s.block_nelems = 48;
+        CHECK_STATUS(agc_spec_resolve(&s, &out), AGC_ERR_SPEC);
+        s.block_nelems = 0;
+        s.rounding = AGC_ROUNDING_STOCHASTIC;
+        CHECK_STATUS(agc_spec_resolve(&s, &out), blocks && values != 8 ? AGC_OK : AGC_ERR_SPEC);
+        s.rounding = AGC_ROUNDING_NEAREST;
+        s.frac_e9 = 0;
+        CHECK_STATUS(agc_spec_resolve(&s, &out), AGC_ERR_SPEC);
+        s.frac_e9 = 1000000000;
+        CHECK_OK(agc_spec_resolve(&s, &out));
+        s.frac_e9 = 1000000001;
+        CHECK_STATUS(agc_spec_resolve(&s, &out), AGC_ERR_SPEC);
+    }
+}
+
 static void test_spec_errors(void)
 {
     struct agc_spec out = {.codec = 99};
@@ -867,6 +1050,10 @@ static void test_spec_errors(void)
     for (uint32_t i = 0; agc_codec_info_at(i, &info); i++) {
         bool blocks = info.flags & AGC_CODEC_BLOCKS, stochastic = info.flags & AGC_CODEC_STOCHASTIC;
         struct agc_spec s = {.codec = info.id};
+        if (info.flags & AGC_CODEC_SPARSE) {
+            check_sparse_spec(info.id);
+            continue;
+        }
         CHECK_OK(agc_spec_resolve(&s, &out));
         CHECK_EQ(out.block_nelems, info.default_block_nelems);
         for (uint32_t b = 1; b < 10000; b++) {
@@ -882,12 +1069,10 @@ static void test_spec_errors(void)
         CHECK_STATUS(agc_spec_resolve(&s, &out), stochastic ? AGC_OK : AGC_ERR_SPEC);
         s = (struct agc_spec){.codec = info.id, .rounding = 2};
         CHECK_STATUS(agc_spec_resolve(&s, &out), AGC_ERR_SPEC);
-        if (!(strcmp(info.name, "topk") == 0 || strcmp(info.name, "randk") == 0)) {
-            s = (struct agc_spec){.codec = info.id, .frac_e9 = 1000};
-            CHECK_STATUS(agc_spec_resolve(&s, &out), AGC_ERR_SPEC);
-            s = (struct agc_spec){.codec = info.id, .values = 5};
-            CHECK_STATUS(agc_spec_resolve(&s, &out), AGC_ERR_SPEC);
-        }
+        s = (struct agc_spec){.codec = info.id, .frac_e9 = 1000};
+        CHECK_STATUS(agc_spec_resolve(&s, &out), AGC_ERR_SPEC);
+        s = (struct agc_spec){.codec = info.id, .values = 5};
+        CHECK_STATUS(agc_spec_resolve(&s, &out), AGC_ERR_SPEC);
     }
     struct agc_spec unknown = {.codec = 0};
     CHECK_STATUS(agc_spec_resolve(&unknown, &out), AGC_ERR_CODEC);
@@ -934,6 +1119,8 @@ int main(int argc, char **argv)
         TEST(test_residual_conserves),
         TEST(test_residual_over_rounds),
         TEST(test_non_finite_stays_in_its_block),
+        TEST(test_non_finite_in_sparse_codecs),
+        TEST(test_topk_keeps_the_largest),
         TEST(test_decode_add_is_decode_then_add),
         TEST(test_dtypes_and_alignment),
         TEST(test_lossless_is_lossless),

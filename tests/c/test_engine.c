@@ -63,6 +63,49 @@ static const struct layout buckets = {
         },
 };
 
+#define SIGN_OF(block) {.codec = 8, .block_nelems = block}
+#define TERNARY {.codec = 7}
+#define TOPK(frac, of) {.codec = 16, .frac_e9 = frac, .values = of}
+#define RANDK(frac, of) {.codec = 17, .frac_e9 = frac, .values = of}
+
+/* Codecs whose tiles are not simply the sum of their elements: parameters that begin blocks of
+ * their own, several of them in a tile, and elements that stay behind. */
+static const struct layout sparse_and_sign = {
+    .name = "sparse and sign",
+    .nparams = 18,
+    .params = {20000, 63, 0, 9000, 1, 30000, 256, 1000, 5000, 7777, 40000, 33, 8000, 100000, 900,
+               3000, 70, 12000},
+    .nbuckets = 5,
+    .buckets =
+        {
+            {.dtype = AGC_DTYPE_F32,
+             .npieces = 6,
+             .pieces = {{0, 0}, {1, 0}, {2, 0}, {3, 1}, {4, 0}, {5, 0}},
+             .nlanes = 2,
+             .lanes = {{SIGN_OF(256), true}, {TERNARY, true}}},
+            {.dtype = AGC_DTYPE_BF16,
+             .npieces = 3,
+             .pieces = {{6, 0}, {7, 0}, {8, 0}},
+             .nlanes = 1,
+             .lanes = {{SIGN_OF(4096), true}}},
+            {.dtype = AGC_DTYPE_F32,
+             .npieces = 4,
+             .pieces = {{9, 0}, {10, 0}, {11, 0}, {12, 1}},
+             .nlanes = 2,
+             .lanes = {{TOPK(100000000, 5), true}, {RANDK(250000000, 0), true}}},
+            {.dtype = AGC_DTYPE_F16,
+             .npieces = 2,
+             .pieces = {{13, 0}, {14, 0}},
+             .nlanes = 1,
+             .lanes = {{TOPK(10000000, 0), true}}},
+            {.dtype = AGC_DTYPE_F64,
+             .npieces = 3,
+             .pieces = {{15, 0}, {16, 1}, {17, 0}},
+             .nlanes = 2,
+             .lanes = {{RANDK(500000000, 8), true}, {SIGN_OF(32), false}}},
+        },
+};
+
 /* More tiles than the window has slots for, at the least chunk size. */
 static const struct layout large = {
     .name = "large",
@@ -138,6 +181,13 @@ static void test_mixed_lanes(void)
 {
     for (uint32_t nranks = 1; nranks <= 5; nranks++)
         run_rounds(nranks, &mixed_layout, 3, (struct world_options){.chunk_log2 = 12});
+}
+
+static void test_sparse_and_sign(void)
+{
+    for (uint32_t nranks = 2; nranks <= 5; nranks++)
+        run_rounds(nranks, &sparse_and_sign, 4,
+                   (struct world_options){.chunk_log2 = 12, .noise = nranks % 2});
 }
 
 static void test_many_buckets(void)
@@ -429,9 +479,9 @@ static void test_definitions_are_checked(void)
     struct world *w = world_create(2, &mixed_layout, &(struct world_options){.chunk_log2 = 12});
     struct agc_engine *e = w->ranks[0].engine;
     struct agc_piece_desc piece = {0, 0};
-    struct agc_lane_desc lane = {INT8, true};
-    const struct agc_lane_desc odd = {{.codec = 5, .block_nelems = 33}, true},
-                               unknown = {{.codec = 99}, true};
+    struct agc_lane_desc lane = {.spec = INT8, .feedback = true};
+    const struct agc_lane_desc odd = {.spec = {.codec = 5, .block_nelems = 33}},
+                               unknown = {.spec = {.codec = 99}};
     struct ticket ticket;
     CHECK_STATUS(agc_engine_define_bucket(e, 0, AGC_DTYPE_F32, &piece, 1, &lane, 1, false),
                  AGC_ERR_STATE);
@@ -677,6 +727,7 @@ int main(int argc, char **argv)
 {
     static const struct test tests[] = {
         TEST(test_mixed_lanes),
+        TEST(test_sparse_and_sign),
         TEST(test_many_buckets),
         TEST(test_more_chunks_than_slots),
         TEST(test_nine_ranks),

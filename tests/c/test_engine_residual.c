@@ -127,8 +127,8 @@ static void test_raw_sends_what_is_owed(void)
 {
     struct layout first = mixed_layout, then = mixed_layout;
     for (int i = 0; i < 3; i++) {
-        first.buckets[0].lanes[i] = (struct agc_lane_desc){INT8, true};
-        then.buckets[0].lanes[i] = (struct agc_lane_desc){RAW, false};
+        first.buckets[0].lanes[i] = (struct agc_lane_desc){.spec = INT8, .feedback = true};
+        then.buckets[0].lanes[i] = (struct agc_lane_desc){.spec = RAW};
     }
     for (uint32_t nranks = 2; nranks <= 3; nranks++) {
         struct world *w = world_create(nranks, &first, &(struct world_options){.chunk_log2 = 12});
