@@ -7,6 +7,7 @@
  * frames of a bucket hold the same bytes per tile.
  */
 #include "codecs/codec.h"
+#include "codecs/parallel.h"
 #include "core/common.h"
 #include "core/elements.h"
 #include "core/header.h"
@@ -59,10 +60,57 @@ static struct agc_tile frame_tile(const struct agc_kernels *k, const struct agc_
         .scratch = scratch};
 }
 
+/* What the threads of one call share. Tiles of a frame do not know of each other. */
+struct tiles {
+    const struct agc_kernels *kernels;
+    const struct agc_codec *codec;
+    const struct agc_frame *frame;
+    const uint8_t *src; /* elements, or payload */
+    uint8_t *dst;
+    float *residual;
+    float *scratch; /* AGC_SCRATCH_NELEMS for each thread */
+    uint32_t dtype; /* of the elements */
+    bool add;
+    uint64_t tile_nbytes; /* of a full one */
+};
+
+static struct agc_tile tile_at(const struct tiles *t, uint32_t worker, uint64_t i)
+{
+    return frame_tile(t->kernels, t->frame, i * t->frame->tile_nelems,
+                      t->scratch + (size_t)worker * AGC_SCRATCH_NELEMS);
+}
+
+static void encode_item(void *ctx, uint32_t worker, uint64_t i)
+{
+    const struct tiles *t = (const struct tiles *)ctx;
+    struct agc_tile tile = tile_at(t, worker, i);
+    uint64_t first = i * t->frame->tile_nelems;
+    agc_tile_encode(t->codec, &tile, t->src + first * agc_dtype_nbytes(t->dtype), t->dtype,
+                    t->residual ? t->residual + first : NULL, t->dst + i * t->tile_nbytes);
+}
+
+static void decode_item(void *ctx, uint32_t worker, uint64_t i)
+{
+    const struct tiles *t = (const struct tiles *)ctx;
+    struct agc_tile tile = tile_at(t, worker, i);
+    uint64_t first = i * t->frame->tile_nelems;
+    t->codec->decode(&tile, t->src + i * t->tile_nbytes, 1.0, t->add,
+                     t->dst + first * agc_dtype_nbytes(t->dtype), t->dtype);
+}
+
 enum agc_status agc_encode(const struct agc_spec *spec, const void *src, uint32_t dtype,
                            uint64_t nelems, float *residual, uint32_t seed, bool checksum,
                            float *scratch, uint8_t *dst, uint64_t dst_cap_nbytes,
                            uint64_t *nbytes_ret)
+{
+    return agc_encode_parallel(spec, src, dtype, nelems, residual, seed, checksum, 1, scratch, dst,
+                               dst_cap_nbytes, nbytes_ret);
+}
+
+enum agc_status agc_encode_parallel(const struct agc_spec *spec, const void *src, uint32_t dtype,
+                                    uint64_t nelems, float *residual, uint32_t seed, bool checksum,
+                                    uint32_t nthreads, float *scratch, uint8_t *dst,
+                                    uint64_t dst_cap_nbytes, uint64_t *nbytes_ret)
 {
     const struct agc_kernels *k = agc_kernels_get();
     struct agc_frame f;
@@ -72,17 +120,19 @@ enum agc_status agc_encode(const struct agc_spec *spec, const void *src, uint32_
     f.seed = seed;
     agc_header_write(k, &f, dst);
 
-    const struct agc_codec *codec = agc_codec_find(f.spec.codec);
-    uint32_t elem_nbytes = agc_dtype_nbytes(dtype);
     uint8_t *payload = dst + AGC_WIRE_HEADER_NBYTES;
-    for (uint64_t first = 0; first < nelems; first += f.tile_nelems) {
-        struct agc_tile tile = frame_tile(k, &f, first, scratch);
-        agc_tile_encode(codec, &tile, (const uint8_t *)src + first * elem_nbytes, dtype,
-                        residual ? residual + first : NULL, payload);
-        payload += agc_tile_nbytes(&f.spec, dtype, tile.nelems);
-    }
+    struct tiles t = {.kernels = k,
+                      .codec = agc_codec_find(f.spec.codec),
+                      .frame = &f,
+                      .src = (const uint8_t *)src,
+                      .dst = payload,
+                      .residual = residual,
+                      .scratch = scratch,
+                      .dtype = dtype,
+                      .tile_nbytes = agc_tile_nbytes(&f.spec, dtype, f.tile_nelems)};
+    agc_parallel(nthreads, f.ntiles, encode_item, &t);
     if (checksum)
-        agc_store_u32(payload, k->crc32c(0, dst + AGC_WIRE_HEADER_NBYTES, f.payload_nbytes));
+        agc_store_u32(payload + f.payload_nbytes, k->crc32c(0, payload, f.payload_nbytes));
     *nbytes_ret = frame_total_nbytes(&f);
     return AGC_OK;
 }
@@ -110,32 +160,39 @@ enum agc_status agc_frame_parse(const uint8_t *src, uint64_t nbytes, struct agc_
 enum agc_status agc_decode(const uint8_t *src, uint64_t nbytes, void *out, uint32_t out_dtype,
                            uint64_t nelems, bool add, float *scratch)
 {
+    return agc_decode_parallel(src, nbytes, out, out_dtype, nelems, add, 1, scratch);
+}
+
+enum agc_status agc_decode_parallel(const uint8_t *src, uint64_t nbytes, void *out,
+                                    uint32_t out_dtype, uint64_t nelems, bool add,
+                                    uint32_t nthreads, float *scratch)
+{
     const struct agc_kernels *k = agc_kernels_get();
     struct agc_frame f;
     AGC_TRY(agc_frame_parse(src, nbytes, &f));
-    uint32_t out_nbytes = agc_dtype_nbytes(out_dtype);
-    if (out_nbytes == 0)
+    if (agc_dtype_nbytes(out_dtype) == 0)
         return AGC_ERR_DTYPE;
     if (nelems != f.nelems)
         return AGC_ERR_NELEMS;
-    const struct agc_codec *codec = agc_codec_find(f.spec.codec);
-    const uint8_t *first_payload = src + AGC_WIRE_HEADER_NBYTES;
-    if (f.flags & AGC_FRAME_CHECKSUM && agc_load_u32(first_payload + f.payload_nbytes) !=
-                                            k->crc32c(0, first_payload, f.payload_nbytes))
+    const uint8_t *payload = src + AGC_WIRE_HEADER_NBYTES;
+    if (f.flags & AGC_FRAME_CHECKSUM &&
+        agc_load_u32(payload + f.payload_nbytes) != k->crc32c(0, payload, f.payload_nbytes))
         return AGC_ERR_PAYLOAD_CHECKSUM;
 
+    struct tiles t = {.kernels = k,
+                      .codec = agc_codec_find(f.spec.codec),
+                      .frame = &f,
+                      .src = payload,
+                      .dst = (uint8_t *)out,
+                      .scratch = scratch,
+                      .dtype = out_dtype,
+                      .add = add,
+                      .tile_nbytes = agc_tile_nbytes(&f.spec, f.dtype, f.tile_nelems)};
     /* All of it is checked before any of it is written: a damaged frame leaves out as it was. */
-    const uint8_t *payload = first_payload;
-    for (uint64_t first = 0; first < nelems; first += f.tile_nelems) {
-        struct agc_tile tile = frame_tile(k, &f, first, scratch);
-        AGC_TRY(codec->validate(&tile, payload));
-        payload += agc_tile_nbytes(&f.spec, f.dtype, tile.nelems);
+    for (uint64_t i = 0; i < f.ntiles; i++) {
+        struct agc_tile tile = tile_at(&t, 0, i);
+        AGC_TRY(t.codec->validate(&tile, payload + i * t.tile_nbytes));
     }
-    payload = first_payload;
-    for (uint64_t first = 0; first < nelems; first += f.tile_nelems) {
-        struct agc_tile tile = frame_tile(k, &f, first, scratch);
-        codec->decode(&tile, payload, 1.0, add, (uint8_t *)out + first * out_nbytes, out_dtype);
-        payload += agc_tile_nbytes(&f.spec, f.dtype, tile.nelems);
-    }
+    agc_parallel(nthreads, f.ntiles, decode_item, &t);
     return AGC_OK;
 }

@@ -153,6 +153,14 @@ AGC_NODISCARD enum agc_status agc_encode(const struct agc_spec *spec, const void
                                          uint32_t seed, bool checksum, float *scratch, uint8_t *dst,
                                          uint64_t dst_cap_nbytes, uint64_t *nbytes_ret);
 
+/* The same in up to nthreads threads, which live for the call; the bytes do not depend on their
+ * number. scratch: AGC_SCRATCH_NELEMS floats for each. */
+AGC_NODISCARD enum agc_status agc_encode_parallel(const struct agc_spec *spec, const void *src,
+                                                  uint32_t dtype, uint64_t nelems, float *residual,
+                                                  uint32_t seed, bool checksum, uint32_t nthreads,
+                                                  float *scratch, uint8_t *dst,
+                                                  uint64_t dst_cap_nbytes, uint64_t *nbytes_ret);
+
 /* Reads and checks a header: everything that can be checked without the payload. All AGC_ERR_... of
  * group -2x. */
 AGC_NODISCARD enum agc_status agc_frame_parse(const uint8_t *src, uint64_t nbytes,
@@ -165,6 +173,11 @@ AGC_NODISCARD enum agc_status agc_frame_parse(const uint8_t *src, uint64_t nbyte
 AGC_NODISCARD enum agc_status agc_decode(const uint8_t *src, uint64_t nbytes, void *out,
                                          uint32_t out_dtype, uint64_t nelems, bool add,
                                          float *scratch);
+
+/* The same in up to nthreads threads. scratch: AGC_SCRATCH_NELEMS floats for each. */
+AGC_NODISCARD enum agc_status agc_decode_parallel(const uint8_t *src, uint64_t nbytes, void *out,
+                                                  uint32_t out_dtype, uint64_t nelems, bool add,
+                                                  uint32_t nthreads, float *scratch);
 
 /* ---- CPU ---- */
 

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "codecs/parallel.h"
 #include "core/kernels.h"
 #include "python/engine_type.h"
 #include "reduce/plan.h"
@@ -55,17 +56,26 @@ static PyObject *core_frame_nbytes(PyObject *module, PyObject *args)
     return PyLong_FromUnsignedLongLong(nbytes);
 }
 
+/* No more threads than have two tiles each: a thread costs as much as a tile takes. */
+static unsigned int threads_for(unsigned int wanted, uint64_t nelems)
+{
+    uint64_t most = nelems / (2 * AGC_TILE_NELEMS_MAX);
+    most = most < AGC_NTHREADS_MAX ? most : AGC_NTHREADS_MAX;
+    most = most > 1 ? most : 1;
+    return wanted < most ? (wanted ? wanted : 1) : (unsigned int)most;
+}
+
 static PyObject *core_encode(PyObject *module, PyObject *args)
 {
     PyObject *spec_tuple, *src_capsule, *residual_capsule, *dst_capsule;
     struct agc_spec spec;
     struct tensor_arg src, dst, residual = {NULL, AGC_DTYPE_F32, 0};
-    unsigned int seed;
+    unsigned int seed, nthreads;
     int checksum;
     uint64_t nbytes = 0;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!OOIpO:encode", &PyTuple_Type, &spec_tuple, &src_capsule,
-                          &residual_capsule, &seed, &checksum, &dst_capsule) ||
+    if (!PyArg_ParseTuple(args, "O!OOIpOI:encode", &PyTuple_Type, &spec_tuple, &src_capsule,
+                          &residual_capsule, &seed, &checksum, &dst_capsule, &nthreads) ||
         !spec_from_tuple(spec_tuple, &spec) || !tensor_from_capsule(src_capsule, &src) ||
         !tensor_from_capsule(dst_capsule, &dst) ||
         (residual_capsule != Py_None && !tensor_from_capsule(residual_capsule, &residual)))
@@ -81,13 +91,15 @@ static PyObject *core_encode(PyObject *module, PyObject *args)
                      (unsigned long long)residual.nelems, (unsigned long long)src.nelems);
         return NULL;
     }
-    float *scratch = (float *)malloc(sizeof(float) * AGC_SCRATCH_NELEMS);
+    nthreads = threads_for(nthreads, src.nelems);
+    float *scratch = (float *)malloc(sizeof(float) * AGC_SCRATCH_NELEMS * nthreads);
     if (!scratch)
         return PyErr_NoMemory();
     enum agc_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = agc_encode(&spec, src.data, src.dtype, src.nelems, (float *)residual.data, seed,
-                        checksum, scratch, (uint8_t *)dst.data, dst.nelems, &nbytes);
+    status =
+        agc_encode_parallel(&spec, src.data, src.dtype, src.nelems, (float *)residual.data, seed,
+                            checksum, nthreads, scratch, (uint8_t *)dst.data, dst.nelems, &nbytes);
     Py_END_ALLOW_THREADS
     free(scratch);
     if (status != AGC_OK)
@@ -116,21 +128,23 @@ static PyObject *core_decode(PyObject *module, PyObject *args)
     PyObject *src_capsule, *out_capsule;
     struct tensor_arg src, out;
     int add;
+    unsigned int nthreads;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOp:decode", &src_capsule, &out_capsule, &add) ||
+    if (!PyArg_ParseTuple(args, "OOpI:decode", &src_capsule, &out_capsule, &add, &nthreads) ||
         !tensor_from_capsule(src_capsule, &src) || !tensor_from_capsule(out_capsule, &out))
         return NULL;
     if (src.dtype != 0) {
         PyErr_SetString(PyExc_TypeError, "a frame is a tensor of uint8");
         return NULL;
     }
-    float *scratch = (float *)malloc(sizeof(float) * AGC_SCRATCH_NELEMS);
+    nthreads = threads_for(nthreads, out.nelems);
+    float *scratch = (float *)malloc(sizeof(float) * AGC_SCRATCH_NELEMS * nthreads);
     if (!scratch)
         return PyErr_NoMemory();
     enum agc_status status;
     Py_BEGIN_ALLOW_THREADS
-    status = agc_decode((const uint8_t *)src.data, src.nelems, out.data, out.dtype, out.nelems, add,
-                        scratch);
+    status = agc_decode_parallel((const uint8_t *)src.data, src.nelems, out.data, out.dtype,
+                                 out.nelems, add, nthreads, scratch);
     Py_END_ALLOW_THREADS
     free(scratch);
     if (status != AGC_OK)
@@ -190,9 +204,9 @@ static PyMethodDef core_methods[] = {
     {"frame_nbytes", core_frame_nbytes, METH_VARARGS,
      "frame_nbytes(spec, dtype, nelems, checksum) -> int"},
     {"encode", core_encode, METH_VARARGS,
-     "encode(spec, tensor, residual | None, seed, checksum, out) -> int"},
+     "encode(spec, tensor, residual | None, seed, checksum, out, nthreads) -> int"},
     {"frame_info", core_frame_info, METH_O, "frame_info(frame) -> dict"},
-    {"decode", core_decode, METH_VARARGS, "decode(frame, out, add)"},
+    {"decode", core_decode, METH_VARARGS, "decode(frame, out, add, nthreads)"},
     {"cpu_info", core_cpu_info, METH_NOARGS, "cpu_info() -> dict"},
     {"set_cpu_mask", core_set_cpu_mask, METH_O,
      "set_cpu_mask(mask): for tests; not while other threads encode"},

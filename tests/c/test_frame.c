@@ -107,6 +107,14 @@ static void test_header_round_trip(void)
     }
 }
 
+/* A spec of a codec: sparse ones need a fraction. */
+static struct agc_spec spec_of(const struct agc_codec_info *info)
+{
+    bool sparse = info->flags & AGC_CODEC_SPARSE;
+    return (struct agc_spec){
+        .codec = info->id, .frac_e9 = sparse ? 250000000 : 0, .values = sparse ? 5 : 0};
+}
+
 /* Every codec and block size: frames of exact size decode, twice the same bytes, the header says
  * what was asked for. */
 static void test_encode_and_parse(void)
@@ -117,7 +125,8 @@ static void test_encode_and_parse(void)
     for (uint32_t i = 0; agc_codec_info_at(i, &info); i++) {
         for (int b = 0; b < (info.flags & AGC_CODEC_BLOCKS ? 3 : 1); b++) {
             for (size_t j = 0; j < sizeof sizes / sizeof sizes[0]; j++) {
-                struct agc_spec spec = {.codec = info.id, .block_nelems = blocks[b]}, resolved;
+                struct agc_spec spec = spec_of(&info), resolved;
+                spec.block_nelems = blocks[b];
                 uint8_t again[FRAME_NBYTES_MAX];
                 uint64_t nbytes;
                 struct agc_frame parsed;
@@ -137,6 +146,48 @@ static void test_encode_and_parse(void)
             }
         }
     }
+}
+
+/* However many threads: the same bytes, residuals and numbers. */
+static void test_threads_do_not_show(void)
+{
+    enum { NMANY = 5 * 65536 + 777 };
+    struct agc_codec_info info;
+    float *many = (float *)test_alloc(4 * NMANY), *scratches;
+    float *residual = (float *)test_alloc(4 * NMANY), *first_residual, *back, *first_back;
+    first_residual = (float *)test_alloc(4 * NMANY);
+    back = (float *)test_alloc(4 * NMANY);
+    first_back = (float *)test_alloc(4 * NMANY);
+    scratches = (float *)test_alloc(sizeof(float) * AGC_SCRATCH_NELEMS * 8);
+    uint8_t *frame = (uint8_t *)test_alloc(8 * NMANY), *first = (uint8_t *)test_alloc(8 * NMANY);
+    random_fill(many, NMANY, VALUES_GAUSS);
+    for (uint32_t i = 0; agc_codec_info_at(i, &info); i++) {
+        const struct agc_spec spec = spec_of(&info);
+        uint64_t nbytes, first_nbytes = 0;
+        for (uint32_t nthreads = 1; nthreads <= 8; nthreads += nthreads < 3 ? 1 : 5) {
+            for (uint32_t j = 0; j < NMANY; j++)
+                residual[j] = many[j] * 0.125f;
+            CHECK_OK(agc_encode_parallel(&spec, many, AGC_DTYPE_F32, NMANY, residual, 3, true,
+                                         nthreads, scratches, frame, 8 * NMANY, &nbytes));
+            CHECK_OK(agc_decode_parallel(frame, nbytes, back, AGC_DTYPE_F32, NMANY, false, nthreads,
+                                         scratches));
+            if (nthreads == 1) {
+                memcpy(first, frame, nbytes);
+                memcpy(first_residual, residual, 4 * NMANY);
+                memcpy(first_back, back, 4 * NMANY);
+                first_nbytes = nbytes;
+                continue;
+            }
+            CHECK_EQ(nbytes, first_nbytes);
+            CHECK_BYTES(frame, first, nbytes);
+            CHECK_BYTES(residual, first_residual, 4 * NMANY);
+            CHECK_BYTES(back, first_back, 4 * NMANY);
+        }
+    }
+    void *const owned[] = {many,       residual,  first_residual, back,
+                           first_back, scratches, frame,          first};
+    for (int i = 0; i < 8; i++)
+        free(owned[i]);
 }
 
 /* The wire format, byte for byte: a change here is a new version. */
@@ -343,7 +394,7 @@ static void test_destination_too_small(void)
     struct agc_codec_info info;
     for (uint32_t i = 0; agc_codec_info_at(i, &info); i++) {
         for (int checksum = 0; checksum < 2; checksum++) {
-            const struct agc_spec spec = {.codec = info.id};
+            const struct agc_spec spec = spec_of(&info);
             float residual[NELEMS], kept[NELEMS];
             uint64_t nbytes, written = 12345;
             CHECK_OK(agc_frame_nbytes(&spec, AGC_DTYPE_F32, NELEMS, checksum, &nbytes));
@@ -399,11 +450,17 @@ static void test_wrong_arguments(void)
 int main(int argc, char **argv)
 {
     static const struct test tests[] = {
-        TEST(test_header_round_trip),      TEST(test_encode_and_parse),
-        TEST(test_golden_frame),           TEST(test_cut_short),
-        TEST(test_flipped_bits_in_header), TEST(test_flipped_bits_in_payload),
-        TEST(test_impossible_scales),      TEST(test_unknown_and_contradicting_headers),
-        TEST(test_random_headers),         TEST(test_destination_too_small),
+        TEST(test_header_round_trip),
+        TEST(test_encode_and_parse),
+        TEST(test_threads_do_not_show),
+        TEST(test_golden_frame),
+        TEST(test_cut_short),
+        TEST(test_flipped_bits_in_header),
+        TEST(test_flipped_bits_in_payload),
+        TEST(test_impossible_scales),
+        TEST(test_unknown_and_contradicting_headers),
+        TEST(test_random_headers),
+        TEST(test_destination_too_small),
         TEST(test_wrong_arguments),
     };
     return test_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
