@@ -54,7 +54,7 @@ class Engine:
         dtype: int,
         params: list[int],
         lane_of: list[int],
-        lanes: list[tuple[_Spec, bool, bool, float]],
+        lanes: list[tuple[_Spec, bool, bool, bool, float]],
         sum: bool,
         /,
     ) -> None: ...

@@ -18,7 +18,8 @@ logger = logging.getLogger("agentcomm")
 
 LATE_S = 10.0
 
-Lane = tuple[SpecTuple, bool, bool, float]  # spec, feedback, LaneOptions
+# struct agc_lane_desc: spec, feedback, in half the memory, LaneOptions.
+Lane = tuple[SpecTuple, bool, bool, bool, float]
 
 
 class _Failed:

@@ -53,9 +53,9 @@ class Options:
         self.rule_codecs()
         chunk_log2_of(self.chunk_nbytes)
         check_timeout(self.timeout_s)
-        if self.feedback not in (True, False, "auto"):
+        if self.feedback not in (True, False, "auto", "bf16"):
             raise SpecError(
-                f'feedback={self.feedback!r} is unknown; it must be True, False or "auto"'
+                f'feedback={self.feedback!r} is unknown; it must be True, False, "auto" or "bf16"'
             )
         if self.rounding is not None:
             check_rounding(self.rounding)
@@ -85,10 +85,10 @@ class Options:
         """Return the lane of a codec: its spec, whether it keeps a residual, its options."""
         feedback = (
             codec.feedback_default
-            if self.feedback == "auto"
+            if self.feedback in ("auto", "bf16")
             else bool(self.feedback) and not codec.lossless
         )
-        return codec.to_tuple(), feedback, *codec.lane_options
+        return codec.to_tuple(), feedback, self.feedback == "bf16", *codec.lane_options
 
     def config(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""

@@ -70,7 +70,7 @@ class _GroupReducer:
                 self.kinds.clear()
                 index = 0
             number = self.exchange.add_param(real.numel())
-            lanes = [(codec.to_tuple(), False, *codec.lane_options)]
+            lanes = [(codec.to_tuple(), False, False, *codec.lane_options)]
             self.exchange.define_bucket(
                 index, dtype_id(real.dtype), [number], [0], lanes, sum_=op == "sum"
             )

@@ -499,12 +499,13 @@ def attach(
 
     Args:
         ddp: the module; its parameters on the CPU.
-        spec: the codec of all parameters that no rule names: "raw", "fp16", "bf16", "int8",
-            "int4", with options as in "int8[block=128]".
+        spec: the codec of all parameters that no rule names: "raw", "fp16", "bf16", "fp8", "int8",
+            "int4", "ternary", "sign", "topk:FRAC", "randk:FRAC", "topk:FRAC+int8", with options as
+            in "int8[block=128]".
         chunk_nbytes: dense bytes that travel together, or "auto": from measurements. Does not show
             in the results. Group rank 0's counts.
         feedback: error feedback: True, False or "auto" (what suits the codec). It costs 4 bytes per
-            parameter.
+            parameter; "bf16" is "auto" at 2 bytes, what is owed being rounded stochastically.
         rules: codecs by pattern (``fnmatch``) of the parameter's name, as
             ``ddp.module.named_parameters()`` has it; the first match wins.
         min_compress_nelems: smaller parameters that no rule names go raw.

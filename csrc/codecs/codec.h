@@ -60,8 +60,10 @@ struct agc_codec {
 
 #define AGC_CODEC_ID_RAW 1u
 
-/* Added to the lane in agc_rng_key: the numbers of index_rng are no one's numbers of rounding. */
+/* Added to the lane in agc_rng_key, so that what is drawn for one purpose has nothing to do with
+ * what is drawn for another: the places of index_rng, the rounding of residuals. */
 #define AGC_RNG_LANE_OF_INDICES (1u << 31)
+#define AGC_RNG_LANE_OF_RESIDUALS (1u << 30)
 
 /* NULL for an unknown id. */
 const struct agc_codec *agc_codec_find(uint32_t id);

@@ -18,6 +18,16 @@ AGC_HD uint16_t agc_f32_to_bf16(float x)
     return (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+/* A finite number, away from zero with the probability of what is cut off; random: 16 bits. The
+ * largest stay finite. */
+AGC_HD uint16_t agc_f32_to_bf16_stochastic(float x, uint32_t random)
+{
+    uint32_t bits = agc_f32_bits(x), magnitude = (bits & 0x7fffffffu) + random;
+    if (magnitude > 0x7f7fffffu)
+        magnitude = 0x7f7fffffu;
+    return (uint16_t)((bits >> 16 & 0x8000u) | magnitude >> 16);
+}
+
 AGC_HD float agc_bf16_to_f32(uint16_t h)
 {
     return agc_f32_from_bits((uint32_t)h << 16);

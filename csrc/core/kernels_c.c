@@ -460,6 +460,13 @@ void agc_ternary_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t 
 HALF_KERNELS(f16, agc_f32_to_f16, agc_f16_to_f32)
 HALF_KERNELS(bf16, agc_f32_to_bf16, agc_bf16_to_f32)
 
+void agc_bf16_store_c(const float *x, uint32_t nelems, struct agc_rng rng, uint8_t *dst)
+{
+    for (uint32_t i = 0; i < nelems; i++)
+        agc_store_u16(dst + 2 * (size_t)i,
+                      agc_f32_to_bf16_stochastic(x[i], agc_rng_at(rng, i) >> 16));
+}
+
 void agc_f32_decode_c(const uint8_t *src, uint32_t nelems, float weight, float *out)
 {
     for (uint32_t i = 0; i < nelems; i++)

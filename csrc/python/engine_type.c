@@ -271,7 +271,7 @@ static PyObject *engine_close(PyObject *object, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* lanes: [(spec, feedback, per_param, momentum), ...] */
+/* lanes: [(spec, feedback, feedback_bf16, per_param, momentum), ...] */
 static struct agc_lane_desc *lanes_from_list(PyObject *list, Py_ssize_t *n_ret)
 {
     Py_ssize_t n = PyList_Size(list);
@@ -280,16 +280,18 @@ static struct agc_lane_desc *lanes_from_list(PyObject *list, Py_ssize_t *n_ret)
         return (struct agc_lane_desc *)PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < n; i++) {
         PyObject *spec_tuple;
-        int feedback, per_param;
+        int feedback, feedback_bf16, per_param;
         float momentum;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i),
-                              "O!ppf;a lane is (spec, feedback, per_param, momentum)",
-                              &PyTuple_Type, &spec_tuple, &feedback, &per_param, &momentum) ||
+        if (!PyArg_ParseTuple(
+                PyList_GetItem(list, i),
+                "O!pppf;a lane is (spec, feedback, feedback_bf16, per_param, momentum)",
+                &PyTuple_Type, &spec_tuple, &feedback, &feedback_bf16, &per_param, &momentum) ||
             !spec_from_tuple(spec_tuple, &lanes[i].spec)) {
             free(lanes);
             return NULL;
         }
         lanes[i].feedback = feedback;
+        lanes[i].feedback_bf16 = feedback_bf16;
         lanes[i].per_param = per_param;
         lanes[i].momentum = momentum;
     }

@@ -310,7 +310,7 @@ static void engine_free(struct agc_engine *e)
     for (uint32_t i = 0; i < e->buckets_cap; i++)
         bucket_destroy(e, e->buckets[i]);
     for (uint32_t i = 0; e->params && i < e->nparams; i++) {
-        engine_release(e, e->params[i].residual);
+        agc_residual_destroy(&e->params[i].residual, &e->config.alloc);
         engine_release(e, e->params[i].velocity);
     }
     engine_release(e, e->buckets);
@@ -567,7 +567,7 @@ void agc_engine_reset_buckets(struct agc_engine *e)
         if (!b)
             continue;
         for (uint32_t j = 0; j < b->nlanes; j++)
-            agc_lane_fold_owner_residual(&b->lanes[j], e->params, e->rank);
+            agc_lane_fold_owner_residual(&b->lanes[j], agc_kernels_get(), e->params, e->rank);
         bucket_destroy(e, b);
         e->buckets[i] = NULL;
     }
@@ -636,14 +636,6 @@ bool agc_engine_bucket_stats(struct agc_engine *e, uint32_t index,
     return defined;
 }
 
-static double sum_of_squares(const float *x, uint64_t nelems)
-{
-    double sum = 0.0;
-    for (uint64_t i = 0; x && i < nelems; i++)
-        sum += (double)x[i] * (double)x[i];
-    return sum;
-}
-
 static double square_root(double x)
 {
     /* Newton's method: the core links no libm. Converges quadratically from an overestimate. */
@@ -659,15 +651,15 @@ static double square_root(double x)
 
 double agc_engine_residual_norm(struct agc_engine *e)
 {
+    const struct agc_kernels *k = agc_kernels_get();
     double sum = 0.0;
     pthread_mutex_lock(&e->mutex);
     wait_idle(e);
     for (uint32_t i = 0; i < e->nparams; i++)
-        sum += sum_of_squares(e->params[i].residual, e->params[i].nelems);
+        sum += agc_residual_sum_of_squares(&e->params[i].residual, k);
     for (uint32_t i = 0; i < e->buckets_cap; i++)
         for (uint32_t j = 0; e->buckets[i] && j < e->buckets[i]->nlanes; j++)
-            sum += sum_of_squares(e->buckets[i]->lanes[j].owner_residual,
-                                  e->buckets[i]->lanes[j].owner_residual_nelems);
+            sum += agc_residual_sum_of_squares(&e->buckets[i]->lanes[j].owner_residual, k);
     pthread_mutex_unlock(&e->mutex);
     return square_root(sum);
 }
@@ -679,14 +671,16 @@ enum agc_status agc_engine_residual_get(struct agc_engine *e, uint32_t param, bo
         return AGC_ERR_NELEMS;
     pthread_mutex_lock(&e->mutex);
     wait_idle(e);
+    const struct agc_kernels *k = agc_kernels_get();
     const struct agc_param *p = &e->params[param];
-    if (p->residual)
-        memcpy(dst, p->residual, sizeof(float) * p->nelems);
-    else
-        memset(dst, 0, sizeof(float) * p->nelems);
+    memset(dst, 0, sizeof(float) * p->nelems);
+    for (uint64_t first = 0; p->residual.data && first < p->nelems; first += AGC_TILE_NELEMS_MAX)
+        agc_residual_load(&p->residual, k, first,
+                          (uint32_t)agc_min_u64(AGC_TILE_NELEMS_MAX, p->nelems - first),
+                          dst + first);
     for (uint32_t i = 0; owner && i < e->buckets_cap; i++)
         for (uint32_t j = 0; e->buckets[i] && j < e->buckets[i]->nlanes; j++)
-            agc_lane_add_owner_residual(&e->buckets[i]->lanes[j], param, e->rank, dst);
+            agc_lane_add_owner_residual(&e->buckets[i]->lanes[j], k, param, e->rank, dst);
     pthread_mutex_unlock(&e->mutex);
     return AGC_OK;
 }
@@ -696,18 +690,13 @@ void agc_engine_residual_clear(struct agc_engine *e)
     pthread_mutex_lock(&e->mutex);
     wait_idle(e);
     for (uint32_t i = 0; i < e->nparams; i++) {
-        const struct agc_param *p = &e->params[i];
-        if (p->residual)
-            memset(p->residual, 0, sizeof(float) * p->nelems);
+        struct agc_param *p = &e->params[i];
+        agc_residual_clear(&p->residual);
         if (p->velocity)
             memset(p->velocity, 0, sizeof(float) * p->nelems);
     }
-    for (uint32_t i = 0; i < e->buckets_cap; i++) {
-        for (uint32_t j = 0; e->buckets[i] && j < e->buckets[i]->nlanes; j++) {
-            struct agc_lane *lane = &e->buckets[i]->lanes[j];
-            if (lane->owner_residual)
-                memset(lane->owner_residual, 0, sizeof(float) * lane->owner_residual_nelems);
-        }
-    }
+    for (uint32_t i = 0; i < e->buckets_cap; i++)
+        for (uint32_t j = 0; e->buckets[i] && j < e->buckets[i]->nlanes; j++)
+            agc_residual_clear(&e->buckets[i]->lanes[j].owner_residual);
     pthread_mutex_unlock(&e->mutex);
 }

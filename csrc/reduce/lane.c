@@ -45,21 +45,10 @@ static bool run_next(struct run *r, uint32_t tile_nelems)
     return true;
 }
 
-/* nelems zeros at *p, unless there are some already. */
-static enum agc_status zeros_at(float **p, uint64_t nelems, const struct agc_alloc *alloc)
-{
-    if (*p || nelems == 0)
-        return AGC_OK;
-    *p = (float *)alloc->alloc(alloc->ctx, sizeof(float) * nelems);
-    if (!*p)
-        return AGC_ERR_NOMEM;
-    memset(*p, 0, sizeof(float) * nelems);
-    return AGC_OK;
-}
-
 static enum agc_status lane_fill(struct agc_lane *lane, uint32_t index,
                                  const struct agc_piece_desc *pieces, uint32_t npieces,
-                                 struct agc_param *params, const struct agc_alloc *alloc)
+                                 bool feedback_bf16, struct agc_param *params,
+                                 const struct agc_alloc *alloc)
 {
     uint64_t bucket_elem = 0, lane_elem = 0;
     uint32_t align_nelems = agc_plan_align_nelems(&lane->plan.spec);
@@ -74,10 +63,14 @@ static enum agc_status lane_fill(struct agc_lane *lane, uint32_t index,
                                                                .nelems = param->nelems};
             lane_elem += param->nelems;
             if (lane->feedback)
-                AGC_TRY(zeros_at(&param->residual, param->nelems, alloc));
-            if (lane->momentum > 0.0f)
-                AGC_TRY(zeros_at(&param->velocity, param->nelems, alloc));
-            lane->has_residual |= param->residual != NULL;
+                AGC_TRY(agc_residual_create(&param->residual, param->nelems, feedback_bf16, alloc));
+            if (lane->momentum > 0.0f && !param->velocity && param->nelems) {
+                param->velocity = (float *)alloc->alloc(alloc->ctx, sizeof(float) * param->nelems);
+                if (!param->velocity)
+                    return AGC_ERR_NOMEM;
+                memset(param->velocity, 0, sizeof(float) * param->nelems);
+            }
+            lane->has_residual |= param->residual.data != NULL;
         }
         bucket_elem += param->nelems;
     }
@@ -123,19 +116,14 @@ enum agc_status agc_lane_init(struct agc_lane *lane, const struct agc_lane_desc 
     lane->pieces = (struct agc_piece *)alloc->alloc(alloc->ctx, sizeof *lane->pieces * (own + 1));
     lane->tile_piece =
         (uint32_t *)alloc->alloc(alloc->ctx, sizeof *lane->tile_piece * (lane->plan.ntiles + 1));
-    if (!lane->plan.direct && lane->feedback) {
-        lane->owner_residual_nelems =
-            lane->plan.ntiles > rank
-                ? agc_div_up(lane->plan.ntiles - rank, nranks) * lane->plan.tile_nelems
-                : 0;
-        lane->owner_residual =
-            (float *)alloc->alloc(alloc->ctx, sizeof(float) * (lane->owner_residual_nelems + 1));
-        if (lane->owner_residual)
-            memset(lane->owner_residual, 0, sizeof(float) * lane->owner_residual_nelems);
-    }
-    enum agc_status status = AGC_ERR_NOMEM;
-    if (lane->pieces && lane->tile_piece && (lane->owner_residual || !lane->owner_residual_nelems))
-        status = lane_fill(lane, index, pieces, npieces, params, alloc);
+    enum agc_status status = lane->pieces && lane->tile_piece ? AGC_OK : AGC_ERR_NOMEM;
+    if (status == AGC_OK && !lane->plan.direct && lane->feedback && lane->plan.ntiles > rank)
+        status = agc_residual_create(&lane->owner_residual,
+                                     agc_div_up(lane->plan.ntiles - rank, nranks) *
+                                         lane->plan.tile_nelems,
+                                     desc->feedback_bf16, alloc);
+    if (status == AGC_OK)
+        status = lane_fill(lane, index, pieces, npieces, desc->feedback_bf16, params, alloc);
     if (status != AGC_OK)
         agc_lane_destroy(lane, alloc);
     return status;
@@ -143,10 +131,11 @@ enum agc_status agc_lane_init(struct agc_lane *lane, const struct agc_lane_desc 
 
 void agc_lane_destroy(struct agc_lane *lane, const struct agc_alloc *alloc)
 {
-    void *const owned[] = {lane->pieces, lane->tile_piece, lane->owner_residual};
-    for (int i = 0; i < 3; i++)
+    void *const owned[] = {lane->pieces, lane->tile_piece};
+    for (int i = 0; i < 2; i++)
         if (owned[i])
             alloc->release(alloc->ctx, owned[i]);
+    agc_residual_destroy(&lane->owner_residual, alloc);
     *lane = (struct agc_lane){0};
 }
 
@@ -232,14 +221,16 @@ const uint8_t *agc_lane_payload(const struct agc_lane *lane, const struct agc_la
     return is_verbatim(lane) ? whole_tile(lane, c, t) : NULL;
 }
 
-/* Puts the residual of a run into scratch: zeros for a run that is not live or has none (NULL). */
-static void residual_take(float *scratch_residual, const float *residual, uint32_t nelems,
-                          bool live)
+/* Puts the residual of a run into scratch: zeros for a run that is not live or has none. first: of
+ * the run, in the residual. */
+static void residual_gather(const struct agc_lane_context *c, const struct agc_residual *residual,
+                            uint64_t first, const struct run *r, bool live)
 {
-    if (residual && live)
-        memcpy(scratch_residual, residual, nelems * sizeof(float));
+    float *dst = c->scratch->residual + r->tile_elem;
+    if (residual->data && live)
+        agc_residual_load(residual, c->kernels, first, r->nelems, dst);
     else
-        memset(scratch_residual, 0, nelems * sizeof(float));
+        memset(dst, 0, r->nelems * sizeof(float));
 }
 
 /* Random numbers of a rank's contribution. Each sender draws its own: were they the same, the
@@ -250,6 +241,34 @@ static struct agc_rng contribution_rng(const struct agc_lane *lane,
 {
     return agc_rng_key(c->seed, c->round, c->bucket_index, lane->index | (c->rank + 1) << 8,
                        t * lane->plan.tile_nelems);
+}
+
+/* Random numbers of storing residuals: nobody's numbers of rounding. sender: rank + 1, 0 for the
+ * owner's. */
+static struct agc_rng residual_rng(const struct agc_lane *lane, const struct agc_lane_context *c,
+                                   uint32_t sender, uint64_t t)
+{
+    return agc_rng_key(c->seed, c->round, c->bucket_index,
+                       lane->index | sender << 8 | AGC_RNG_LANE_OF_RESIDUALS,
+                       t * lane->plan.tile_nelems);
+}
+
+/* Encodes one run of a tile, or all of it, with the residual that belongs to it, from elements of
+ * dtype at x. */
+static void encode_run(const struct agc_lane *lane, const struct agc_lane_context *c,
+                       const struct agc_tile *tile, const struct run *r, const void *x,
+                       uint32_t dtype, struct agc_residual *residual, uint64_t first,
+                       struct agc_rng rng, uint8_t *dst)
+{
+    float *owed = NULL;
+    if (residual && residual->data)
+        owed = agc_residual_take(residual, c->kernels, first, r->nelems, c->scratch->residual);
+    if (r->nelems == tile->nelems)
+        agc_tile_encode(lane->codec, tile, x, dtype, owed, dst);
+    else
+        lane->codec->encode_run(tile, x, dtype, owed, r->tile_elem, r->nelems, dst);
+    if (owed)
+        agc_residual_give(residual, c->kernels, first, r->nelems, owed, rng, r->tile_elem);
 }
 
 /* The bytes between a tile's payload and the next tile. */
@@ -273,27 +292,26 @@ static void mark_pieces(const struct agc_lane *lane, const struct agc_lane_conte
 /* Encodes the tile that lies in scratch->x, r being its first run. A piece whose gradient is all
  * zero takes part with a residual of zero and keeps its own. */
 static void encode_gathered(const struct agc_lane *lane, const struct agc_lane_context *c,
-                            struct agc_tile *tile, struct run r, uint32_t dtype, uint8_t *dst)
+                            struct agc_tile *tile, struct run r, uint64_t t, uint32_t dtype,
+                            uint8_t *dst)
 {
-    float *scratch_residual = lane->has_residual ? c->scratch->residual : NULL;
     struct run first = r;
     mark_pieces(lane, c, r, tile);
-    if (!scratch_residual) {
+    if (!lane->has_residual) {
         agc_tile_encode(lane->codec, tile, c->scratch->x, dtype, NULL, dst);
         return;
     }
-    do {
-        const float *residual = c->params[r.piece->param].residual;
-        residual_take(scratch_residual + r.tile_elem, residual ? residual + r.piece_elem : NULL,
-                      r.nelems, r.piece->live);
-    } while (run_next(&r, tile->nelems));
-    agc_tile_encode(lane->codec, tile, c->scratch->x, dtype, scratch_residual, dst);
+    do
+        residual_gather(c, &c->params[r.piece->param].residual, r.piece_elem, &r, r.piece->live);
+    while (run_next(&r, tile->nelems));
+    agc_tile_encode(lane->codec, tile, c->scratch->x, dtype, c->scratch->residual, dst);
+    struct agc_rng rng = residual_rng(lane, c, c->rank + 1, t);
     r = first;
     do {
-        float *residual = c->params[r.piece->param].residual;
-        if (residual && r.piece->live)
-            memcpy(residual + r.piece_elem, scratch_residual + r.tile_elem,
-                   r.nelems * sizeof(float));
+        struct agc_residual *residual = &c->params[r.piece->param].residual;
+        if (residual->data && r.piece->live)
+            agc_residual_store(residual, c->kernels, r.piece_elem, r.nelems,
+                               c->scratch->residual + r.tile_elem, rng, r.tile_elem);
     } while (run_next(&r, tile->nelems));
 }
 
@@ -301,7 +319,7 @@ static void encode_gathered(const struct agc_lane *lane, const struct agc_lane_c
  * 4 to 6): the velocity u = momentum * u + gradient is what enters the codec and its residual, and
  * is forgotten where it is sent. A piece whose gradient is all zero leaves its velocity alone. */
 static void encode_with_momentum(const struct agc_lane *lane, const struct agc_lane_context *c,
-                                 struct agc_tile *tile, struct run r, uint8_t *dst)
+                                 struct agc_tile *tile, struct run r, uint64_t t, uint8_t *dst)
 {
     float *x = (float *)c->scratch->x; /* a sparse codec works on floats */
     const struct run first = r;
@@ -312,7 +330,7 @@ static void encode_with_momentum(const struct agc_lane *lane, const struct agc_l
         for (uint32_t i = 0; r.piece->live && i < r.nelems; i++)
             u[i] += lane->momentum * velocity[i];
     } while (run_next(&r, tile->nelems));
-    encode_gathered(lane, c, tile, first, AGC_DTYPE_F32, dst);
+    encode_gathered(lane, c, tile, first, t, AGC_DTYPE_F32, dst);
 
     const uint32_t *kept = agc_sparse_scratch(tile).index;
     uint32_t nkept = agc_sparse_nkept(&tile->spec, tile->nelems), j = 0;
@@ -348,23 +366,18 @@ void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, ui
     }
 
     if (lane->momentum > 0.0f) {
-        encode_with_momentum(lane, c, &tile, r, dst);
+        encode_with_momentum(lane, c, &tile, r, t, dst);
         return;
     }
-    if (r.nelems == tile.nelems) { /* one piece: in place */
-        float *residual = c->params[r.piece->param].residual;
-        agc_tile_encode(lane->codec, &tile, bucket_at(lane, c, r.bucket_elem), lane->plan.dtype,
-                        residual && r.piece->live ? residual + r.piece_elem : NULL, dst);
-        return;
-    }
-    if (agc_plan_align_nelems(&tile.spec) > 1) { /* in place too: no run shares a block */
-        memset(dst, 0, agc_tile_nbytes(&tile.spec, tile.dtype, tile.nelems));
-        do {
-            float *residual = c->params[r.piece->param].residual;
-            lane->codec->encode_run(&tile, bucket_at(lane, c, r.bucket_elem), lane->plan.dtype,
-                                    residual && r.piece->live ? residual + r.piece_elem : NULL,
-                                    r.tile_elem, r.nelems, dst);
-        } while (run_next(&r, tile.nelems));
+    /* One piece, or pieces that share no block: in place. */
+    if (r.nelems == tile.nelems || agc_plan_align_nelems(&tile.spec) > 1) {
+        if (r.nelems < tile.nelems)
+            memset(dst, 0, agc_tile_nbytes(&tile.spec, tile.dtype, tile.nelems));
+        do
+            encode_run(lane, c, &tile, &r, bucket_at(lane, c, r.bucket_elem), lane->plan.dtype,
+                       r.piece->live ? &c->params[r.piece->param].residual : NULL, r.piece_elem,
+                       residual_rng(lane, c, c->rank + 1, t), dst);
+        while (run_next(&r, tile.nelems));
         return;
     }
 
@@ -373,7 +386,7 @@ void agc_lane_encode(struct agc_lane *lane, const struct agc_lane_context *c, ui
     do
         run_load(lane, c, &r, c->scratch->x);
     while (run_next(&r, tile.nelems));
-    encode_gathered(lane, c, &tile, first, work_dtype(lane), dst);
+    encode_gathered(lane, c, &tile, first, t, work_dtype(lane), dst);
 }
 
 /* The run of a mean has a non-zero. */
@@ -388,20 +401,6 @@ void *agc_lane_mean(const struct agc_lane *lane, const struct agc_lane_context *
     return is_verbatim(lane) && is_work_dtype(lane) ? (void *)dst : c->scratch->mean;
 }
 
-/* Each run by itself; what lies between them in x counts for nothing. */
-static void encode_mean_of_runs(const struct agc_lane *lane, const struct agc_lane_context *c,
-                                const struct agc_tile *tile, struct run r, const float *x,
-                                float *residual, uint8_t *dst)
-{
-    memset(dst, 0, agc_tile_nbytes(&tile->spec, tile->dtype, tile->nelems));
-    do {
-        bool live = run_is_live(c, &r, x);
-        lane->codec->encode_run(tile, x + r.tile_elem, AGC_DTYPE_F32,
-                                residual && live ? residual + r.tile_elem : NULL, r.tile_elem,
-                                r.nelems, dst);
-    } while (run_next(&r, tile->nelems));
-}
-
 void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *c, uint64_t t,
                           void *mean, uint8_t *dst)
 {
@@ -411,43 +410,38 @@ void agc_lane_encode_mean(struct agc_lane *lane, const struct agc_lane_context *
         return;
     }
     const struct run first = run_first(lane, t);
-    float *residual = NULL, *x = (float *)mean; /* a lossy lane's work type is float */
-    if (lane->owner_residual)
-        residual = lane->owner_residual + t / lane->plan.nranks * lane->plan.tile_nelems;
-    if (agc_plan_align_nelems(&tile.spec) > 1 && first.nelems != tile.nelems) {
-        encode_mean_of_runs(lane, c, &tile, first, x, residual, dst);
-        return;
-    }
-    mark_pieces(lane, c, first, &tile);
-    if (!residual) {
+    struct run r = first;
+    struct agc_residual *residual = &lane->owner_residual;
+    uint64_t owned = t / lane->plan.nranks * lane->plan.tile_nelems;
+    struct agc_rng rng = residual_rng(lane, c, 0, t);
+    float *x = (float *)mean; /* a lossy lane's work type is float */
+    if (!residual->data && agc_plan_align_nelems(&tile.spec) == 1) {
+        mark_pieces(lane, c, first, &tile);
         agc_tile_encode(lane->codec, &tile, mean, work_dtype(lane), NULL, dst);
         return;
     }
     /* A parameter used by no rank has a mean of zeros. DDP throws its result away, so the residual
      * must not be sent with it. */
-    bool any_live = false, all_live = true;
-    struct run r = first;
-    do {
-        bool live = run_is_live(c, &r, x);
-        any_live |= live;
-        all_live &= live;
-    } while (run_next(&r, tile.nelems));
-    if (all_live || !any_live) {
-        agc_tile_encode(lane->codec, &tile, x, AGC_DTYPE_F32, all_live ? residual : NULL, dst);
+    if (r.nelems == tile.nelems || agc_plan_align_nelems(&tile.spec) > 1) {
+        /* What lies between the runs in x counts for nothing. */
+        if (r.nelems < tile.nelems)
+            memset(dst, 0, agc_tile_nbytes(&tile.spec, tile.dtype, tile.nelems));
+        do
+            encode_run(lane, c, &tile, &r, x + r.tile_elem, AGC_DTYPE_F32,
+                       run_is_live(c, &r, x) ? residual : NULL, owned + r.tile_elem, rng, dst);
+        while (run_next(&r, tile.nelems));
         return;
     }
-    float *scratch_residual = c->scratch->residual;
-    r = first;
+    mark_pieces(lane, c, first, &tile);
     do
-        residual_take(scratch_residual + r.tile_elem, residual + r.tile_elem, r.nelems,
-                      run_is_live(c, &r, x));
+        residual_gather(c, residual, owned + r.tile_elem, &r, run_is_live(c, &r, x));
     while (run_next(&r, tile.nelems));
-    agc_tile_encode(lane->codec, &tile, x, AGC_DTYPE_F32, scratch_residual, dst);
+    agc_tile_encode(lane->codec, &tile, x, AGC_DTYPE_F32, c->scratch->residual, dst);
     r = first;
     do
         if (run_is_live(c, &r, x))
-            memcpy(residual + r.tile_elem, scratch_residual + r.tile_elem,
-                   r.nelems * sizeof(float));
+            agc_residual_store(residual, c->kernels, owned + r.tile_elem, r.nelems,
+                               c->scratch->residual + r.tile_elem, rng, r.tile_elem);
     while (run_next(&r, tile.nelems));
 }
 
@@ -486,29 +480,78 @@ void agc_lane_decode(const struct agc_lane *lane, const struct agc_lane_context 
     agc_lane_sum_put(lane, c, t, c->scratch->x);
 }
 
-void agc_lane_add_owner_residual(const struct agc_lane *lane, uint32_t param, uint32_t rank,
-                                 float *dst)
+/* Calls back for every run of the owner's residual, with its floats, times nranks, in pieces. */
+static void for_owner_residual(const struct agc_lane *lane, const struct agc_kernels *k,
+                               uint32_t rank,
+                               void (*visit)(void *ctx, const struct agc_piece *piece,
+                                             uint64_t piece_elem, uint32_t nelems, const float *x),
+                               void *ctx)
 {
-    if (!lane->owner_residual)
-        return;
-    float nranks = (float)lane->plan.nranks;
-    for (uint64_t t = rank; t < lane->plan.ntiles; t += lane->plan.nranks) {
-        const float *owed = lane->owner_residual + t / lane->plan.nranks * lane->plan.tile_nelems;
+    enum { PIECE_NELEMS = 4096 };
+    float x[PIECE_NELEMS], nranks = (float)lane->plan.nranks;
+    for (uint64_t t = rank; lane->owner_residual.data && t < lane->plan.ntiles;
+         t += lane->plan.nranks) {
+        uint64_t owned = t / lane->plan.nranks * lane->plan.tile_nelems;
         struct run r = run_first(lane, t);
-        do
-            for (uint32_t i = 0; r.piece->param == param && i < r.nelems; i++)
-                dst[r.piece_elem + i] += nranks * owed[r.tile_elem + i];
-        while (run_next(&r, agc_plan_tile_nelems(&lane->plan, t)));
+        do {
+            for (uint32_t done = 0; done < r.nelems; done += PIECE_NELEMS) {
+                uint32_t n = agc_min_u32(PIECE_NELEMS, r.nelems - done);
+                agc_residual_load(&lane->owner_residual, k, owned + r.tile_elem + done, n, x);
+                for (uint32_t i = 0; i < n; i++)
+                    x[i] *= nranks;
+                visit(ctx, r.piece, r.piece_elem + done, n, x);
+            }
+        } while (run_next(&r, agc_plan_tile_nelems(&lane->plan, t)));
     }
 }
 
-void agc_lane_fold_owner_residual(struct agc_lane *lane, struct agc_param *params, uint32_t rank)
+struct addition {
+    uint32_t param;
+    float *dst;
+};
+
+static void add_to_floats(void *ctx, const struct agc_piece *piece, uint64_t piece_elem,
+                          uint32_t nelems, const float *x)
 {
-    if (!lane->owner_residual)
+    const struct addition *a = (const struct addition *)ctx;
+    for (uint32_t i = 0; piece->param == a->param && i < nelems; i++)
+        a->dst[piece_elem + i] += x[i];
+}
+
+void agc_lane_add_owner_residual(const struct agc_lane *lane, const struct agc_kernels *k,
+                                 uint32_t param, uint32_t rank, float *dst)
+{
+    struct addition a = {param, dst};
+    for_owner_residual(lane, k, rank, add_to_floats, &a);
+}
+
+struct folding {
+    const struct agc_kernels *kernels;
+    struct agc_param *params;
+    struct agc_rng rng;
+    uint32_t ndone;
+};
+
+static void add_to_residual(void *ctx, const struct agc_piece *piece, uint64_t piece_elem,
+                            uint32_t nelems, const float *x)
+{
+    struct folding *f = (struct folding *)ctx;
+    struct agc_residual *residual = &f->params[piece->param].residual;
+    float sum[4096];
+    if (!residual->data)
         return;
-    for (uint32_t i = 0; i < lane->npieces; i++)
-        if (params[lane->pieces[i].param].residual)
-            agc_lane_add_owner_residual(lane, lane->pieces[i].param, rank,
-                                        params[lane->pieces[i].param].residual);
-    memset(lane->owner_residual, 0, sizeof(float) * lane->owner_residual_nelems);
+    agc_residual_load(residual, f->kernels, piece_elem, nelems, sum);
+    for (uint32_t i = 0; i < nelems; i++)
+        sum[i] += x[i];
+    agc_residual_store(residual, f->kernels, piece_elem, nelems, sum, f->rng, f->ndone);
+    f->ndone += nelems;
+}
+
+void agc_lane_fold_owner_residual(struct agc_lane *lane, const struct agc_kernels *k,
+                                  struct agc_param *params, uint32_t rank)
+{
+    struct folding f = {k, params,
+                        agc_rng_key(0, 0, 0, lane->index | AGC_RNG_LANE_OF_RESIDUALS, rank), 0};
+    for_owner_residual(lane, k, rank, add_to_residual, &f);
+    agc_residual_clear(&lane->owner_residual);
 }

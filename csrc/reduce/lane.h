@@ -20,17 +20,12 @@
 
 #include "codecs/codec.h"
 #include "reduce/plan.h"
-
-struct agc_alloc {
-    void *(*alloc)(void *ctx, size_t nbytes); /* NULL: out of memory */
-    void (*release)(void *ctx, void *p);
-    void *ctx;
-};
+#include "reduce/residual.h"
 
 struct agc_param {
     uint64_t nelems;
-    float *residual; /* nelems floats; NULL until a lane with feedback needs it */
-    float *velocity; /* likewise, for a lane with momentum */
+    struct agc_residual residual; /* none until a lane with feedback needs it */
+    float *velocity;              /* nelems floats; NULL until a lane with momentum needs them */
 };
 
 /* One parameter of a bucket, as the caller describes it: they follow one another without gaps. */
@@ -42,8 +37,9 @@ struct agc_piece_desc {
 struct agc_lane_desc {
     struct agc_spec spec;
     bool feedback;
-    bool per_param; /* topk: each parameter keeps the fraction inside a tile */
-    float momentum; /* sparse codecs: momentum correction (csrc/reduce/lane.c), 0: none */
+    bool feedback_bf16; /* residuals that are made now are kept in half the memory */
+    bool per_param;     /* topk: each parameter keeps the fraction inside a tile */
+    float momentum;     /* sparse codecs: momentum correction (csrc/reduce/lane.c), 0: none */
 };
 
 struct agc_piece {
@@ -64,10 +60,9 @@ struct agc_lane {
     bool has_residual; /* some parameter holds one: feedback, or left over from another codec */
     uint32_t npieces;
     struct agc_piece *pieces;
-    uint32_t *tile_piece;  /* first piece of each tile */
-    float *owner_residual; /* of the tiles owned, one after another; NULL in the direct form or
-                              without feedback */
-    uint64_t owner_residual_nelems;
+    uint32_t *tile_piece;               /* first piece of each tile */
+    struct agc_residual owner_residual; /* of the tiles owned, one after another; none in the direct
+                                           form or without feedback */
 };
 
 /* Buffers for one tile. */
@@ -137,11 +132,12 @@ void agc_lane_decode(const struct agc_lane *lane, const struct agc_lane_context 
 
 /* Adds nranks times the owner's residual of one parameter to dst, which has as many elements as the
  * parameter. */
-void agc_lane_add_owner_residual(const struct agc_lane *lane, uint32_t param, uint32_t rank,
-                                 float *dst);
+void agc_lane_add_owner_residual(const struct agc_lane *lane, const struct agc_kernels *k,
+                                 uint32_t param, uint32_t rank, float *dst);
 
 /* Adds nranks times the owner's residual to the worker's, and clears it: before a new layout, so
  * that nothing is lost. */
-void agc_lane_fold_owner_residual(struct agc_lane *lane, struct agc_param *params, uint32_t rank);
+void agc_lane_fold_owner_residual(struct agc_lane *lane, const struct agc_kernels *k,
+                                  struct agc_param *params, uint32_t rank);
 
 #endif /* AGC_LANE_H */

@@ -43,6 +43,7 @@
 #define VI_SRL16(a, n) _mm512_srli_epi16(a, n)
 #define VI_SUB8(a, b) _mm512_sub_epi8(a, b)
 #define VI_MAX_U32(a, b) _mm512_max_epu32(a, b)
+#define VI_MIN_U32(a, b) _mm512_min_epu32(a, b)
 #define VI_HMAX_U32(a) _mm512_reduce_max_epu32(a)
 #define VI_SUB(a, b) _mm512_sub_epi32(a, b)
 #define VI_MAX_I32(a, b) _mm512_max_epi32(a, b)

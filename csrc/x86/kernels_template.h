@@ -6,7 +6,7 @@
  *   VF, VI                  types of a vector of floats, of 32-bit integers
  *   VF_LOAD VF_STORE VF_SET1 VF_ADD VF_SUB VF_MUL VF_MIN VF_MAX VF_ROUND
  *   VF_FROM_I32 VI_FROM_F32 VF_BITS (VF -> VI) VI_AS_VF (VI -> VF)
- *   VI_SET1 VI_IOTA VI_ADD VI_MUL VI_XOR VI_AND VI_SRL VI_MAX_U32 VI_HMAX_U32
+ *   VI_SET1 VI_IOTA VI_ADD VI_MUL VI_XOR VI_AND VI_SRL VI_MAX_U32 VI_MIN_U32 VI_HMAX_U32
  *   VI_LOAD VI_STORE VI_OR VI_SLL16 VI_SRL16 VI_SUB8  bytes and 16-bit halves of vectors
  *   VI_SUB VI_MAX_I32 VI_ADD8 VI_SUB16 VI_MUL16  more integers
  *   VF_SUM_LANES(sums)      agc_sum_lanes of 16 / VL vectors;  VI_HSUM(a)  sum of the VL integers
@@ -30,13 +30,19 @@
 #define PASTE(a, b) PASTE2(a, b)
 #define FN(name) PASTE(agc_##name, SUFFIX)
 
-TARGET static inline VF FN(dither)(struct agc_rng rng, VI index)
+/* agc_rng_at */
+TARGET static inline VI FN(random)(struct agc_rng rng, VI index)
 {
     VI x = VI_ADD(VI_MUL(index, VI_SET1(AGC_RNG_STEP)), VI_SET1(rng.key0));
     x = VI_MUL(VI_XOR(x, VI_SRL(x, 16)), VI_SET1(AGC_RNG_MUL0));
     x = VI_MUL(VI_ADD(VI_XOR(x, VI_SRL(x, 15)), VI_SET1(rng.key1)), VI_SET1(AGC_RNG_MUL1));
-    x = VI_XOR(x, VI_SRL(x, 16));
-    return VF_SUB(VF_MUL(VF_FROM_I32(VI_SRL(x, 8)), VF_SET1(0x1p-24f)), VF_SET1(0.5f));
+    return VI_XOR(x, VI_SRL(x, 16));
+}
+
+TARGET static inline VF FN(dither)(struct agc_rng rng, VI index)
+{
+    VI bits = VI_SRL(FN(random)(rng, index), 8);
+    return VF_SUB(VF_MUL(VF_FROM_I32(bits), VF_SET1(0x1p-24f)), VF_SET1(0.5f));
 }
 
 /* One ordinary block. The two flags are constants wherever this is inlined. */
@@ -713,6 +719,23 @@ TARGET static inline VF FN(f32_from_f16)(VH h)
 HALF_TIER(f16, FN(f16_from_f32), FN(f32_from_f16))
 HALF_TIER(bf16, FN(bf16_from_f32), FN(f32_from_bf16))
 
+TARGET static void FN(bf16_store)(const float *x, uint32_t nelems, struct agc_rng rng, uint8_t *dst)
+{
+    VI most = VI_SET1(0x7f7fffffu), sign = VI_SET1(0x8000u), index = VI_IOTA;
+    uint32_t i = 0;
+    for (; i + VL <= nelems; i += VL) {
+        VI bits = VF_BITS(VF_LOAD(x + i));
+        VI random = VI_SRL(FN(random)(rng, index), 16);
+        VI magnitude = VI_ADD(VI_AND(bits, VI_SET1(0x7fffffffu)), random);
+        magnitude = VI_MIN_U32(magnitude, most);
+        H_STORE(dst + 2 * (size_t)i,
+                VH_FROM_I32(VI_OR(VI_AND(VI_SRL(bits, 16), sign), VI_SRL(magnitude, 16))));
+        index = VI_ADD(index, VI_SET1(VL));
+    }
+    if (i < nelems)
+        agc_bf16_store_c(x + i, nelems - i, agc_rng_skip(rng, i), dst + 2 * (size_t)i);
+}
+
 TARGET static void FN(f32_decode)(const uint8_t *src, uint32_t nelems, float weight, float *out)
 {
     VF w = VF_SET1(weight);
@@ -818,6 +841,7 @@ TARGET static void FN(residual_add)(const float *x, float *residual, uint32_t ne
         (k)->collect_magnitude = FN(collect_magnitude);                                            \
         (k)->count_magnitude = FN(count_magnitude);                                                \
         (k)->residual_add = FN(residual_add);                                                      \
+        (k)->bf16_store = FN(bf16_store);                                                          \
         (k)->f32_decode = FN(f32_decode);                                                          \
         (k)->f32_decode_add = FN(f32_decode_add);                                                  \
     } while (0)

@@ -391,6 +391,23 @@ static void check_residual_add(void)
     check_output(0, (uint8_t *)a, (uint8_t *)b, 4 * n);
 }
 
+static void check_bf16_store(void)
+{
+    struct agc_rng rng = {(uint32_t)random_u64(), (uint32_t)random_u64()};
+    float *x = place_floats(&in_x, now.nelems);
+    fill_residual(x, now.nelems);
+    size_t nbytes = 2 * (size_t)now.nelems;
+    uint8_t *a = place_output(&out_ref[0], nbytes, 1), *b = place_output(&out_tier[0], nbytes, 1);
+    ref->bf16_store(x, now.nelems, rng, a);
+    now.tier->kernels.bf16_store(x, now.nelems, rng, b);
+    check_output(0, a, b, nbytes);
+    for (uint32_t i = 0; i < now.nelems; i++) { /* one of the two neighbours, both finite */
+        uint32_t down = agc_f32_bits(x[i]) >> 16, stored = agc_load_u16(a + 2 * (size_t)i);
+        CHECK(stored == down || stored == down + 1);
+        CHECK((stored & 0x7f80u) != 0x7f80u);
+    }
+}
+
 static void check_any_nonzero(void)
 {
     static const uint32_t dtypes[] = {AGC_DTYPE_F32, AGC_DTYPE_BF16, AGC_DTYPE_F64};
@@ -462,6 +479,7 @@ static const struct {
                               HAS_VALUES | HAS_RESIDUAL},
     [OP_count_magnitude] = {"count_magnitude", check_count_magnitude, HAS_VALUES},
     [OP_residual_add] = {"residual_add", check_residual_add, HAS_VALUES},
+    [OP_bf16_store] = {"bf16_store", check_bf16_store, HAS_VALUES},
     [OP_any_nonzero] = {"any_nonzero", check_any_nonzero, 0},
     [OP_crc32c] = {"crc32c", check_crc32c, 0},
 };
@@ -648,6 +666,12 @@ static void bench_f32_decode_add(size_t i, uint32_t n)
     bench.k->f32_decode_add((const uint8_t *)(bench.x + i), n, 0.5f, bench.y + i);
 }
 
+static void bench_bf16_store(size_t i, uint32_t n)
+{
+    const struct agc_rng key = {1, 2};
+    bench.k->bf16_store(bench.x + i, n, key, bench.encoded + 2 * i);
+}
+
 static bool bench_any;
 static uint32_t bench_crc;
 
@@ -694,6 +718,7 @@ static const struct {
     {"bf16_decode_add", OP_bf16_decode_add, bench_bf16_decode_add, bench_bf16_encode},
     {"f32_decode", OP_f32_decode, bench_f32_decode, NULL},
     {"f32_decode_add", OP_f32_decode_add, bench_f32_decode_add, NULL},
+    {"bf16_store", OP_bf16_store, bench_bf16_store, NULL},
     {"any_nonzero", OP_any_nonzero, bench_any_nonzero, NULL},
     {"crc32c", OP_crc32c, bench_crc32c, NULL},
 };

@@ -6,6 +6,7 @@
 
 #include "codecs/codec.h"
 #include "core/elements.h"
+#include "core/half.h"
 
 static const struct agc_kernels *portable(void)
 {
@@ -21,6 +22,7 @@ struct lane_view {
     bool feedback;
     bool has_residual;
     bool is_f64;
+    bool bf16; /* residuals */
     uint32_t npieces;
     uint32_t param[NPIECES_MAX];
     uint64_t lane_elem[NPIECES_MAX + 1]; /* where each piece begins; the end of the last */
@@ -37,6 +39,7 @@ static struct lane_view view_lane(const struct model *m, uint32_t bucket, uint32
     CHECK_OK(agc_spec_resolve(&b->lanes[lane].spec, &spec));
     v.codec = agc_codec_find(spec.codec);
     v.feedback = b->lanes[lane].feedback && !(v.codec->flags & AGC_CODEC_LOSSLESS);
+    v.bf16 = b->lanes[lane].feedback_bf16;
     v.is_f64 = agc_work_dtype(v.codec, b->dtype) == AGC_DTYPE_F64;
     for (uint32_t i = 0; i < b->npieces; i++) {
         uint64_t nelems = m->layout->params[b->pieces[i].param];
@@ -174,8 +177,8 @@ static void lane_store(const struct lane_view *v, const void *x, uint8_t *bucket
 /* Encodes the tile of n elements from element `first` on with a residual, which belongs to element
  * 0 of the lane. live: per element, whether its residual takes part; where it does not, it is kept.
  * residual NULL: none. */
-static void encode_tile(const struct lane_view *v, const struct agc_tile *tile, uint64_t first,
-                        const void *x, float *residual, const bool *live, uint8_t *payload)
+static void encode_floats(const struct lane_view *v, const struct agc_tile *tile, uint64_t first,
+                          const void *x, float *residual, const bool *live, uint8_t *payload)
 {
     static float taken[AGC_TILE_NELEMS_MAX];
     const uint8_t *tile_x = (const uint8_t *)x + first * (v->is_f64 ? 8 : 4);
@@ -203,6 +206,18 @@ static void encode_tile(const struct lane_view *v, const struct agc_tile *tile, 
     agc_tile_encode(v->codec, tile, tile_x, work, taken, payload);
     for (uint32_t i = 0; i < tile->nelems; i++)
         residual[first + i] = live[first + i] ? taken[i] : residual[first + i];
+}
+
+/* The same; residuals that are kept in half the memory are rounded as they are stored. */
+static void encode_tile(const struct lane_view *v, const struct agc_tile *tile, uint64_t first,
+                        const void *x, float *residual, const bool *live, struct agc_rng rng,
+                        uint8_t *payload)
+{
+    encode_floats(v, tile, first, x, residual, live, payload);
+    for (uint32_t i = 0; residual && v->bf16 && i < tile->nelems; i++)
+        if (live[first + i])
+            residual[first + i] = agc_bf16_to_f32(
+                agc_f32_to_bf16_stochastic(residual[first + i], agc_rng_at(rng, i) >> 16));
 }
 
 /* Liveness of a rank's gradient: per parameter. */
@@ -242,6 +257,12 @@ static struct agc_rng index_rng(const struct model *m, uint32_t round, uint32_t 
     return agc_rng_key(m->seed, round, bucket, lane | AGC_RNG_LANE_OF_INDICES, first);
 }
 
+static struct agc_rng residual_rng(const struct model *m, uint32_t round, uint32_t bucket,
+                                   uint32_t lane, uint64_t first)
+{
+    return agc_rng_key(m->seed, round, bucket, lane | AGC_RNG_LANE_OF_RESIDUALS, first);
+}
+
 static void exchange_lane(struct model *m, uint32_t bucket, uint32_t lane, uint32_t round,
                           uint8_t *const gradients[], const bool *absent, uint8_t *result)
 {
@@ -275,7 +296,8 @@ static void exchange_lane(struct model *m, uint32_t bucket, uint32_t lane, uint3
                 .rng = agc_rng_key(m->seed, round, bucket, lane | (rank + 1) << 8, first),
                 .index_rng = index_rng(m, round, bucket, lane, first),
                 .scratch = scratch};
-            encode_tile(&v, &tile, first, x, v.has_residual ? residual : NULL, live, payload);
+            encode_tile(&v, &tile, first, x, v.has_residual ? residual : NULL, live,
+                        residual_rng(m, round, bucket, lane | (rank + 1) << 8, first), payload);
             v.codec->decode(&tile, payload, weight, rank > 0, (uint8_t *)mean + first * elem_nbytes,
                             work);
         }
@@ -299,7 +321,8 @@ static void exchange_lane(struct model *m, uint32_t bucket, uint32_t lane, uint3
                                     .rng = agc_rng_key(m->seed, round, bucket, lane, first),
                                     .index_rng = index_rng(m, round, bucket, lane, first),
                                     .scratch = scratch};
-            encode_tile(&v, &tile, first, mean, m->owner_residual[bucket][lane], live, payload);
+            encode_tile(&v, &tile, first, mean, m->owner_residual[bucket][lane], live,
+                        residual_rng(m, round, bucket, lane, first), payload);
             v.codec->decode(&tile, payload, 1.0, false, (uint8_t *)mean + first * elem_nbytes,
                             work);
         }

@@ -106,6 +106,33 @@ static const struct layout sparse_and_sign = {
         },
 };
 
+/* Residuals in half the memory, of a codec for each way of encoding: in place, gathered, by blocks
+ * of the parameters, sparse. */
+static const struct layout half_residuals = {
+    .name = "half residuals",
+    .nparams = 9,
+    .params = {70000, 3000, 900, 50, 20000, 8000, 300, 5000, 600},
+    .nbuckets = 3,
+    .buckets =
+        {
+            {.dtype = AGC_DTYPE_F32,
+             .npieces = 4,
+             .pieces = {{0, 0}, {1, 0}, {2, 1}, {3, 1}},
+             .nlanes = 2,
+             .lanes = {{INT8, true, true}, {FP16, true, true}}},
+            {.dtype = AGC_DTYPE_BF16,
+             .npieces = 3,
+             .pieces = {{4, 0}, {5, 0}, {6, 0}},
+             .nlanes = 1,
+             .lanes = {{SIGN_OF(256), true, true}}},
+            {.dtype = AGC_DTYPE_F32,
+             .npieces = 2,
+             .pieces = {{7, 0}, {8, 0}},
+             .nlanes = 1,
+             .lanes = {{TOPK(100000000, 5), true, true}}},
+        },
+};
+
 /* More tiles than the window has slots for, at the least chunk size. */
 static const struct layout large = {
     .name = "large",
@@ -181,6 +208,12 @@ static void test_mixed_lanes(void)
 {
     for (uint32_t nranks = 1; nranks <= 5; nranks++)
         run_rounds(nranks, &mixed_layout, 3, (struct world_options){.chunk_log2 = 12});
+}
+
+static void test_residuals_in_half_the_memory(void)
+{
+    for (uint32_t nranks = 2; nranks <= 4; nranks++)
+        run_rounds(nranks, &half_residuals, 5, (struct world_options){.chunk_log2 = 14});
 }
 
 static void test_sparse_and_sign(void)
@@ -727,6 +760,7 @@ int main(int argc, char **argv)
 {
     static const struct test tests[] = {
         TEST(test_mixed_lanes),
+        TEST(test_residuals_in_half_the_memory),
         TEST(test_sparse_and_sign),
         TEST(test_many_buckets),
         TEST(test_more_chunks_than_slots),

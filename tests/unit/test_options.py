@@ -36,9 +36,9 @@ WRONG = {
         (None, f"chunk_nbytes=None is out of range; {CHUNK}"),
     ],
     "feedback": [
-        ("yes", "feedback='yes' is unknown; it must be True, False or \"auto\""),
-        (None, 'feedback=None is unknown; it must be True, False or "auto"'),
-        (2, 'feedback=2 is unknown; it must be True, False or "auto"'),
+        ("yes", "feedback='yes' is unknown; it must be True, False, \"auto\" or \"bf16\""),
+        (None, 'feedback=None is unknown; it must be True, False, "auto" or "bf16"'),
+        (2, 'feedback=2 is unknown; it must be True, False, "auto" or "bf16"'),
     ],
     "rules": [
         (
