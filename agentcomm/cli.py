@@ -69,7 +69,9 @@ def _print_info(as_json: bool) -> int:
             flags = (
                 f"{row['lossless']!s:>8}  {row['feedback']!s:>8}  {row['block_nelems'] or '-':>6}"
             )
-            print(f"{row['name']:>20}  {row['bits_per_element']:>12.3f}  {flags}")
+            name = f"{row['name']}:FRAC" if row["sparse"] else row["name"]
+            print(f"{name:>20}  {row['bits_per_element']:>12.3f}  {flags}")
+        print(f"{'FRAC':>20}  elements are sent, with the bits of one")
     return 0 if report.get("transport") == "ok" else 1
 
 

@@ -231,9 +231,9 @@ class SparseCodec(Codec):
             "fp8", "int8", "int4" or "sign".
         block: elements that share a scale, for values of fp8, int8, int4, sign.
         rounding: "nearest" or "stochastic", for values of fp8, int8, int4.
-        momentum: of momentum correction, at least 0 and below 1. In ``attach`` only: each rank sends
-            from its velocity u = momentum u + gradient, which is forgotten where it is sent; the
-            optimizer should have no momentum of its own.
+        momentum: of momentum correction, at least 0 and below 1. In ``attach`` only: each rank
+            sends from its velocity u = momentum u + gradient, which is forgotten where it is sent;
+            the optimizer should have no momentum of its own.
         ramp: rounds in which the fraction comes down to keep_frac, in four steps of equal ratio. In
             ``attach`` only; it begins after the rounds of ``warmup_nrounds``.
 
@@ -267,8 +267,8 @@ class SparseCodec(Codec):
         check_rounding(self.rounding)
         if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
             raise SpecError(
-                f"momentum={self.momentum!r} is out of range; it must be at least 0 and below 1, for"
-                " example momentum=0.9"
+                f"momentum={self.momentum!r} is out of range; it must be at least 0 and below 1,"
+                " for example momentum=0.9"
             )
         if isinstance(self.ramp, bool) or not isinstance(self.ramp, int) or self.ramp < 0:
             raise SpecError(
