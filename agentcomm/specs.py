@@ -460,7 +460,8 @@ def parse(spec: str | Codec) -> Codec:
         if match["frac"] is not None or match["values"] is not None:
             raise SpecError(
                 f"{spec!r} is no spec: {name} sends every element and takes neither a fraction nor"
-                f" values; write {name!r}, or 'topk:0.01+{name}' to send the largest hundredth so"
+                f" values; write {name!r}, or for example 'topk:0.01+int8' to send the largest"
+                " hundredth in eight bits"
             )
         return cls(**_options(cls, spec, match["options"] or ""))
     return cls(**_sparse_arguments(cls, spec, match))

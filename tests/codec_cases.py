@@ -1,7 +1,14 @@
 """Inputs aimed at the branches of codecs, and the bridge from torch's tensors to the oracles."""
 
+import struct
+
 import numpy as np
+import oracles
 import torch
+
+from agentcomm import _core, specs
+
+CODECS = {row["name"]: row for row in _core.codec_table()}
 
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -48,7 +55,71 @@ STEP_ERROR = {
     "int4": 0.5 / 7,
     "ternary": 1.0,
     "sign": 1.0,
+    "topk": 1.0,
+    "randk": 1.0,
 }
+
+
+def spec_of(name):
+    """Return the spec text of a codec: a sparse one does not go without a fraction."""
+    return {"topk": "topk:0.03", "randk": "randk:0.25"}.get(name, name)
+
+
+TEXTS = [spec_of(name) for name in CODECS]
+
+
+def row_of(text):
+    """Return what the table of codecs says of a spec's codec."""
+    return CODECS[specs.parse(text).name]
+
+
+def values_row_of(text):
+    """Return what the table says of the codec that encodes the numbers: a sparse one has two."""
+    codec = specs.parse(text)
+    return CODECS[getattr(codec, "values", codec.name)]
+
+
+def step_error(text):
+    return STEP_ERROR[specs.parse(text).name]
+
+
+def zero_stays_zero(text):
+    """Whether zeros stay zero beside others, of a sparse codec also of those that it keeps."""
+    return row_of(text)["zero_stays_zero"] and values_row_of(text)["zero_stays_zero"]
+
+
+def oracle_arguments(text):
+    """Return what tests/oracles.py needs to know of a spec: a codec's name and keywords."""
+    codec = specs.parse(text)
+    sparse = isinstance(codec, specs.SparseCodec)
+    return codec.name, {
+        "block": getattr(codec, "block", oracles.BLOCK_DEFAULT),
+        "stochastic": getattr(codec, "rounding", "nearest") == "stochastic",
+        "kept": (codec.to_tuple()[3], codec.values) if sparse else None,
+    }
+
+
+def tile_nbytes(text, nelems, dtype):
+    """Return the length of a tile's payload, as the oracle has it."""
+    codec, options = oracle_arguments(text)
+    return oracles.tile_nbytes(codec, nelems, dtype, options["block"], options["kept"])
+
+
+def kept_places(frame, text, tile=0):
+    """Return where the elements are that a sparse frame of ``encode`` keeps of a tile."""
+    data, full = frame_bytes(frame), oracles.TILE_NELEMS
+    (seed,) = struct.unpack_from("<I", data, 40)
+    codec, options = oracle_arguments(text)
+    nelems = min(full, struct.unpack_from("<Q", data, 16)[0] - tile * full)
+    k = oracles.nkept(nelems, options["kept"][0])
+    if codec == "randk":
+        return torch.from_numpy(oracles.randk_places(nelems, k, (seed, 0, 0, 0, tile * full)))
+    at = oracles.HEADER_NBYTES + tile * tile_nbytes(text, full, _dtype_of(data))
+    return torch.from_numpy(np.frombuffer(data, "<u2", k, at).astype(np.int64))
+
+
+def _dtype_of(data):
+    return next(name for name, number in oracles.DTYPE_IDS.items() if number == data[6])
 
 
 def torch_dtype_name(dtype):

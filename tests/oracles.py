@@ -11,6 +11,8 @@ Sources:
     fp8: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), E4M3; one scale per block.
     ternary: Li, Zhang, Liu, "Ternary Weight Networks" (2016), equations 5 and 6; stochastic: Wen et
         al., "TernGrad" (2017), algorithm 1. sign: Seide et al., below; one scale per block.
+    topk, randk: Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory" (2018); here per tile, and
+        with one element drawn in each of k equal runs.
     stochastic rounding: Gupta, Agrawal, Gopalakrishnan, Narayanan, "Deep Learning with Limited
         Numerical Precision" (2015).
     fp16: IEEE 754-2019, binary16. bf16: Kalamkar et al., "A Study of BFLOAT16 for Deep Learning
@@ -36,11 +38,15 @@ ALIGN_NBYTES = 16
 BLOCK_DEFAULT = 256
 
 CODEC_IDS = {
-    "raw": 1, "fp16": 2, "bf16": 3, "fp8": 4, "int8": 5, "int4": 6, "ternary": 7, "sign": 8
+    "raw": 1, "fp16": 2, "bf16": 3, "fp8": 4, "int8": 5, "int4": 6, "ternary": 7, "sign": 8,
+    "topk": 16, "randk": 17,
 }  # fmt: skip
 # Steps from zero to a block's largest magnitude, of the codecs that are scaled by it.
 LEVELS = {"fp8": 448, "int8": 127, "int4": 7}
 PER_BYTE = {"fp8": 1, "int8": 1, "int4": 2, "ternary": 5, "sign": 8}  # of the codecs with blocks
+SPARSE = ("topk", "randk")
+FRAC_UNIT = 10**9
+LANE_OF_INDICES = 1 << 31  # randk draws its places as if in this lane, the lane's number added
 DTYPE_IDS = {"float32": 1, "float16": 2, "bfloat16": 3, "float64": 4}
 ELEM_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8"}
@@ -435,10 +441,80 @@ def decode_blocks(codec, payload, nelems, block=BLOCK_DEFAULT):
         return np.concatenate(parts).astype(F32) * np.repeat(scales, block)[:nelems]
 
 
+# ---- codecs that send some elements of a tile ---------------------------------------------------
+
+
+def round16(nbytes):
+    return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
+
+
+def nkept(nelems, frac_e9):
+    return max(1, -(-nelems * frac_e9 // FRAC_UNIT))
+
+
+def topk_places(v, k):
+    """Return where the k largest magnitudes are: NaNs first, and of equal ones the first ones."""
+    nan, magnitude = np.isnan(v), np.nan_to_num(np.abs(v), nan=0, posinf=np.inf)
+    return np.sort(np.lexsort((np.arange(len(v)), -magnitude, ~nan))[:k])
+
+
+def randk_places(nelems, k, key):
+    """Draw one element in each of k runs. key: seed, round, bucket, lane, first element."""
+    seed, round_, bucket, lane, first = key
+    ends = np.arange(k + 1) * nelems // k
+    draws = random_bits(seed, round_, bucket, lane + LANE_OF_INDICES, first, k).astype(np.int64)
+    return ends[:-1] + (draws * np.diff(ends) >> 32)
+
+
+def values_dtype(values, dtype):
+    """Return what the kept values are when their codec gets them."""
+    return dtype if values == "raw" and dtype != "float64" else "float32"
+
+
+def encode_sparse(codec, x, dtype, residual, kept, block, dither, key):
+    """Send some elements; all others are owed. kept: fraction by 10^9, and codec of the values."""
+    frac_e9, values = kept
+    wide, k = to_f32(x, dtype), nkept(len(x), frac_e9)
+    v = _with_residual(wide, residual)
+    places = topk_places(v, k) if codec == "topk" else randk_places(len(x), k, key)
+    dtype = values_dtype(values, dtype)
+    chosen = from_work(np.where(np.isnan(v), NAN_F32, v)[places], dtype)
+    sent, _ = encode_tile(
+        values, chosen, dtype, None, block, None if dither is None else dither[:k]
+    )
+    owed = None
+    if residual is not None:
+        decoded = decode_tile(values, sent, k, dtype, block)
+        with quiet():
+            owed = np.where(np.isfinite(v), v, residual)
+            lost = v[places] - decoded
+        owed[places] = np.where(np.isfinite(decoded), lost, residual[places])
+    if codec == "topk":
+        index = places.astype("<u2").tobytes()
+        sent = index + bytes(round16(len(index)) - len(index)) + sent
+    return sent, owed
+
+
+def decode_sparse(codec, payload, nelems, dtype, kept, block, key):
+    frac_e9, values = kept
+    k, at = nkept(nelems, frac_e9), 0
+    if codec == "topk":
+        places, at = np.frombuffer(payload, "<u2", k), round16(2 * k)
+    else:
+        places = randk_places(nelems, k, key)
+    out = np.zeros(nelems, F32)
+    out[places] = add(
+        F32(0), decode_tile(values, payload[at:], k, values_dtype(values, dtype), block)
+    )
+    return out
+
+
 # ---- codecs: whole frames -----------------------------------------------------------------------
 
 
-def encode_tile(codec, x, dtype, residual, block, dither):
+def encode_tile(codec, x, dtype, residual, block, dither, kept=None, key=None):
+    if codec in SPARSE:
+        return encode_sparse(codec, x, dtype, residual, kept, block, dither, key)
     if codec == "raw":
         return encode_raw(x, dtype, residual)
     if codec in PER_BYTE:
@@ -446,7 +522,9 @@ def encode_tile(codec, x, dtype, residual, block, dither):
     return {"fp16": encode_fp16, "bf16": encode_bf16}[codec](to_f32(x, dtype), residual)
 
 
-def decode_tile(codec, payload, nelems, dtype, block):
+def decode_tile(codec, payload, nelems, dtype, block, kept=None, key=None):
+    if codec in SPARSE:
+        return decode_sparse(codec, payload, nelems, dtype, kept, block, key)
     if codec == "raw":
         return decode_raw(payload, nelems, dtype)
     if codec in PER_BYTE:
@@ -454,8 +532,12 @@ def decode_tile(codec, payload, nelems, dtype, block):
     return {"fp16": decode_fp16, "bf16": decode_bf16}[codec](payload, nelems)
 
 
-def tile_nbytes(codec, nelems, dtype, block=BLOCK_DEFAULT):
+def tile_nbytes(codec, nelems, dtype, block=BLOCK_DEFAULT, kept=None):
     """Return the length of a tile's payload, padding included."""
+    if codec in SPARSE:
+        k = nkept(nelems, kept[0]) if nelems else 0
+        index_nbytes = round16(2 * k) if codec == "topk" else 0
+        return index_nbytes + tile_nbytes(kept[1], k, values_dtype(kept[1], dtype), block)
     if codec == "raw":
         nbytes = nelems * ELEM_NBYTES[dtype]
     elif codec in PER_BYTE:
@@ -464,7 +546,7 @@ def tile_nbytes(codec, nelems, dtype, block=BLOCK_DEFAULT):
         nbytes += 4 + block_nbytes(codec, rest) if rest else 0
     else:
         nbytes = 2 * nelems
-    return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
+    return round16(nbytes)
 
 
 def encode_frame(
@@ -474,6 +556,7 @@ def encode_frame(
     *,
     block=BLOCK_DEFAULT,
     stochastic=False,
+    kept=None,
     residual=None,
     seed=0,
     checksum=False,
@@ -482,27 +565,30 @@ def encode_frame(
 ):
     """Return the bytes of a frame, and the new residual.
 
+    kept: of sparse codecs, (fraction in parts of 10^9, codec of the values).
     fields: of the header, instead of what it would hold.
     """
     payload, owed = b"", []
     for first in range(0, len(x), tile_nelems):
         part = slice(first, first + tile_nelems)
-        nelems = len(x[part])
-        dither = dither_of(random_bits(seed, 0, 0, 0, first, nelems)) if stochastic else None
-        tile, lost = encode_tile(
-            codec, x[part], dtype, None if residual is None else residual[part], block, dither
-        )
-        payload += tile + bytes(tile_nbytes(codec, nelems, dtype, block) - len(tile))
+        nelems, key = len(x[part]), (seed, 0, 0, 0, first)
+        dither = dither_of(random_bits(*key, nelems)) if stochastic else None
+        before = None if residual is None else residual[part]
+        tile, lost = encode_tile(codec, x[part], dtype, before, block, dither, kept, key)
+        payload += tile + bytes(tile_nbytes(codec, nelems, dtype, block, kept) - len(tile))
         owed.append(lost)
+    frac_e9, values = kept or (0, codec)
     facts = {
         "codec_id": CODEC_IDS[codec],
         "dtype_id": DTYPE_IDS[dtype],
         "nelems": len(x),
         "payload_nbytes": len(payload),
-        "block": block if codec in PER_BYTE else 0,
+        "block": block if values in PER_BYTE else 0,
         "flags": FLAG_CHECKSUM * checksum | FLAG_STOCHASTIC * stochastic,
         "seed": seed,
         "tile_nelems": tile_nelems,
+        "frac_e9": frac_e9,
+        "values": CODEC_IDS[values] if kept and values != "raw" else 0,
     }
     front = header(**facts | fields)
     back = struct.pack("<I", crc32c(payload)) if checksum else b""
@@ -513,18 +599,22 @@ def encode_frame(
 
 def decode_frame(frame):
     """Return the numbers of a sound frame in the work type, and the name of their data type."""
-    number, dtype_id, block_log2 = frame[5], frame[6], frame[10]
-    codec = next(name for name, value in CODEC_IDS.items() if value == number)
-    dtype = next(name for name, value in DTYPE_IDS.items() if value == dtype_id)
+    names = {number: name for name, number in CODEC_IDS.items()}
+    codec, values, block = names[frame[5]], names.get(frame[7], "raw"), 1 << frame[10]
+    dtype = next(name for name, number in DTYPE_IDS.items() if number == frame[6])
     tile_nelems = (frame[11] + 1) * TILE_GRANULE_NELEMS
-    (total,) = struct.unpack_from("<Q", frame, 16)
+    frac_e9, total = struct.unpack_from("<IQ", frame, 12)
+    seed, round_ = struct.unpack_from("<II", frame, 40)
+    bucket, lane = struct.unpack_from("<HB", frame, 56)
+    kept = (frac_e9, values) if codec in SPARSE else None
     at, parts = (
         HEADER_NBYTES,
         [np.empty(0, np.float64 if (codec, dtype) == ("raw", "float64") else F32)],
     )
     for first in range(0, total, tile_nelems):
-        nelems = min(tile_nelems, total - first)
-        nbytes = tile_nbytes(codec, nelems, dtype, 1 << block_log2)
-        parts.append(decode_tile(codec, frame[at : at + nbytes], nelems, dtype, 1 << block_log2))
+        nelems, key = min(tile_nelems, total - first), (seed, round_, bucket, lane, first)
+        nbytes = tile_nbytes(codec, nelems, dtype, block, kept)
+        payload = frame[at : at + nbytes]
+        parts.append(decode_tile(codec, payload, nelems, dtype, block, kept, key))
         at += nbytes
     return np.concatenate(parts), dtype

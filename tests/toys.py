@@ -10,9 +10,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import agentcomm
 
-CODECS = [row["name"] for row in agentcomm.codecs()]
-ZERO_STAYS = [row["name"] for row in agentcomm.codecs() if row["zero_stays_zero"]]
-FEEDBACK = [row["name"] for row in agentcomm.codecs() if row["feedback"]]
+# One spec of each codec; a sparse one does not go without a fraction.
+_SPECS = {"topk": "topk:0.25", "randk": "randk:0.25+int8"}
+
+
+def _specs_with(fact):
+    return [_SPECS.get(row["name"], row["name"]) for row in agentcomm.codecs() if row[fact]]
+
+
+CODECS = _specs_with("name")
+ZERO_STAYS = _specs_with("zero_stays_zero")
+FEEDBACK = _specs_with("feedback")
+SPARSE = _specs_with("sparse")
 
 
 def mlp(*widths, seed=0, dtype=torch.float32):

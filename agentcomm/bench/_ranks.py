@@ -27,6 +27,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import agentcomm
 from agentcomm.bench._tasks import TASKS, Task
+from agentcomm.specs import Codec, Sign, SparseCodec, Ternary, parse
 
 PLAIN = "plain"  # DDP without a hook; every other mode is a spec
 REPORT_NSTEPS = 10
@@ -34,6 +35,9 @@ GROUP_TIMEOUT_S = 120.0  # at most: less than a mode may take, so that the ranks
 GRACE_S = 10.0  # what the other ranks get to say what they saw, once one has failed
 STACKS_S = 1.0  # what a rank gets to print its stacks
 GRADIENT_NORM_MAX = 1.0
+# Shares of a training: what sparse codecs take to come down to their fraction, and what goes dense
+# before codecs of less than two bits.
+RAMP_FRAC, DENSE_FRAC = 0.2, 0.05
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -169,6 +173,21 @@ def _give_up(
     return dict.fromkeys(missing, f"{reason}; its stacks are on stderr")
 
 
+def advised(spec: str, nsteps: int) -> tuple[Codec, dict[str, Any]]:
+    """Return a codec and the options of ``attach`` that docs/codecs.md advises for a training.
+
+    Args:
+        spec: as it was asked for; a ramp that it has stays.
+        nsteps: of the training.
+    """
+    codec = parse(spec)
+    if isinstance(codec, SparseCodec):
+        return (codec if codec.ramp else replace(codec, ramp=int(RAMP_FRAC * nsteps))), {}
+    if isinstance(codec, Sign | Ternary):
+        return codec, {"warmup_nrounds": int(DENSE_FRAC * nsteps)}
+    return codec, {}
+
+
 # ---- in the ranks' processes ---------------------------------------------------------------------
 
 
@@ -201,7 +220,10 @@ def _train(task: Task, mode: str, nsteps: int, connection: Connection) -> dict[s
     model = task.model()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = task.optimizer(ddp.parameters())
-    handle = None if mode == PLAIN else agentcomm.attach(ddp, mode)
+    handle = None
+    if mode != PLAIN:
+        codec, options = advised(mode, nsteps)
+        handle = agentcomm.attach(ddp, codec, **options)
     losses = torch.zeros(nsteps, dtype=torch.float64)
     step_s = []
     for step in range(nsteps):

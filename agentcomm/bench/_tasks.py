@@ -81,7 +81,7 @@ class Task(ABC):
 class _Gpt(nn.Module):
     """Transformer over bytes."""
 
-    NLAYERS, WIDTH, NHEADS, NTOKENS, VOCAB = 3, 192, 6, 64, 256
+    NLAYERS, WIDTH, NHEADS, NTOKENS, VOCAB = 2, 128, 4, 64, 256
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,12 +110,12 @@ class _Gpt(nn.Module):
 
 
 class GptTask(Task):
-    """A byte-level GPT of 1.4 M parameters on the modules of the standard library."""
+    """A byte-level GPT of 0.5 M parameters on the modules of the standard library."""
 
     name = "gpt"
     metrics = ("validation loss (nats per byte)",)
     better = "lower"
-    nsteps_default = 400
+    nsteps_default = 2000
     batch_nitems = 16
     lr = 1e-3
     VALIDATION_NWINDOWS = 512

@@ -45,8 +45,9 @@ struct agc_codec {
     void (*encode_run)(const struct agc_tile *tile, const void *x, uint32_t x_dtype,
                        float *residual, uint32_t first, uint32_t nelems, uint8_t *dst);
 
-    /* out = weight * decoded, or out += weight * decoded. out: elements of out_dtype, which may be
-     * any, at any address. Safe on any bytes. */
+    /* out = weight * decoded, or out += weight * decoded (a sparse codec leaves what it did not
+     * send alone, a negative zero and a NaN of another's too). out: elements of out_dtype, which
+     * may be any, at any address. Safe on any bytes. */
     void (*decode)(const struct agc_tile *tile, const uint8_t *src, double weight, bool add,
                    void *out, uint32_t out_dtype);
 

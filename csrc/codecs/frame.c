@@ -93,9 +93,11 @@ static void decode_item(void *ctx, uint32_t worker, uint64_t i)
 {
     const struct tiles *t = (const struct tiles *)ctx;
     struct agc_tile tile = tile_at(t, worker, i);
-    uint64_t first = i * t->frame->tile_nelems;
-    t->codec->decode(&tile, t->src + i * t->tile_nbytes, 1.0, t->add,
-                     t->dst + first * agc_dtype_nbytes(t->dtype), t->dtype);
+    uint8_t *out = t->dst + i * t->frame->tile_nelems * agc_dtype_nbytes(t->dtype);
+    /* To the bit what decoding and adding would give: also where nothing was sent. */
+    if (t->add && t->codec->flags & AGC_CODEC_SPARSE)
+        agc_elements_add_zero(t->dtype, tile.nelems, out);
+    t->codec->decode(&tile, t->src + i * t->tile_nbytes, 1.0, t->add, out, t->dtype);
 }
 
 enum agc_status agc_encode(const struct agc_spec *spec, const void *src, uint32_t dtype,

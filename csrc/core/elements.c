@@ -2,6 +2,7 @@
 #include "core/elements.h"
 
 #include "core/common.h"
+#include "core/half.h"
 
 uint32_t agc_dtype_nbytes(uint32_t dtype)
 {
@@ -72,5 +73,34 @@ void agc_elements_store(const struct agc_kernels *k, uint32_t dtype, const float
         break;
     default:
         memcpy(dst, src, 4 * (size_t)nelems);
+    }
+}
+
+void agc_elements_add_zero(uint32_t dtype, uint32_t nelems, void *p)
+{
+    uint8_t *bytes = (uint8_t *)p;
+    for (uint32_t i = 0; i < nelems; i++) {
+        float x;
+        double d;
+        uint16_t h;
+        switch (dtype) {
+        case AGC_DTYPE_F16:
+            h = agc_f32_to_f16(agc_f16_to_f32(agc_load_u16(bytes + 2 * (size_t)i)) + 0.0f);
+            agc_store_u16(bytes + 2 * (size_t)i, h);
+            break;
+        case AGC_DTYPE_BF16:
+            h = agc_f32_to_bf16(agc_bf16_to_f32(agc_load_u16(bytes + 2 * (size_t)i)) + 0.0f);
+            agc_store_u16(bytes + 2 * (size_t)i, h);
+            break;
+        case AGC_DTYPE_F64:
+            memcpy(&d, bytes + 8 * (size_t)i, 8);
+            d = agc_acc_add_f64(d, 0.0);
+            memcpy(bytes + 8 * (size_t)i, &d, 8);
+            break;
+        default:
+            memcpy(&x, bytes + 4 * (size_t)i, 4);
+            x = agc_acc_add(x, 0.0f);
+            memcpy(bytes + 4 * (size_t)i, &x, 4);
+        }
     }
 }

@@ -15,4 +15,7 @@ void agc_elements_load(const struct agc_kernels *k, uint32_t dtype, const void *
 void agc_elements_store(const struct agc_kernels *k, uint32_t dtype, const float *src,
                         uint32_t nelems, void *dst);
 
+/* p += 0: a negative zero becomes a positive one, a NaN the one NaN. p needs no alignment. */
+void agc_elements_add_zero(uint32_t dtype, uint32_t nelems, void *p);
+
 #endif /* AGC_ELEMENTS_H */

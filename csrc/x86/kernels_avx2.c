@@ -41,7 +41,7 @@
 #define VI_STORE(p, v) _mm256_storeu_si256((__m256i *)(void *)(p), v)
 #define VI_OR(a, b) _mm256_or_si256(a, b)
 #define VI_SLL16(a, n) _mm256_slli_epi16(a, n)
-#define VI_SRL16(a, n) _mm256_srli_epi16(a, n)
+#define VI_SRL16(a, n) _mm256_srli_epi16(a, (int)(n))
 #define VI_SUB8(a, b) _mm256_sub_epi8(a, b)
 #define VI_MAX_U32(a, b) _mm256_max_epu32(a, b)
 #define VI_MIN_U32(a, b) _mm256_min_epu32(a, b)

@@ -487,7 +487,7 @@ TARGET static inline void FN(ternary_pack)(uint8_t *steps, uint32_t n, uint8_t *
 
 /* (x * multiplier) >> shift of the bytes of x; at most 255 * multiplier < 2^16. */
 TARGET static inline __attribute__((always_inline)) VI FN(divide_bytes)(VI x, uint32_t multiplier,
-                                                                        int shift)
+                                                                        unsigned shift)
 {
     VI low = VI_AND(x, VI_SET1(0x00ff00ffu)), high = VI_SRL16(x, 8);
     VI by = VI_SET1(multiplier * 0x10001u);
@@ -498,7 +498,7 @@ TARGET static inline __attribute__((always_inline)) VI FN(divide_bytes)(VI x, ui
 
 /* Run k of a block's steps: digit k of each byte, less 1. */
 TARGET static inline __attribute__((always_inline)) void
-FN(ternary_unpack_run)(const uint8_t *packed, uint32_t run, uint32_t multiplier, int shift,
+FN(ternary_unpack_run)(const uint8_t *packed, uint32_t run, uint32_t multiplier, unsigned shift,
                        uint8_t *q)
 {
     for (uint32_t j = 0; j < run; j += 4 * VL) {

@@ -584,13 +584,6 @@ static void test_decode_add_is_decode_then_add(void)
                 }
                 CHECK_OK(agc_decode(t.frame, t.frame_nbytes, sum, AGC_DTYPE_F32, t.nelems, true,
                                     scratch));
-                for (uint64_t j = 0; is_sparse(spec_now) && j < t.nelems; j++) {
-                    /* What is not kept is not touched: a zero keeps its sign, a NaN its bits. */
-                    CHECK(sum[j] == expected[j] ||
-                          (sum[j] != sum[j] && expected[j] != expected[j]));
-                    if (t.decoded[j] == 0.0f)
-                        sum[j] = expected[j];
-                }
                 CHECK_BYTES(sum, expected, 4 * t.nelems);
             }
         }

@@ -18,6 +18,7 @@ from codec_cases import TORCH_DTYPES, bits_of, frame_bytes, tensor_of
 
 import agentcomm
 from agentcomm import _core
+from agentcomm.specs import parse
 
 FOLDER = Path(__file__).parent / f"v{_core.WIRE_VERSION}"
 INDEX = FOLDER / "index.json"
@@ -74,6 +75,29 @@ FRAMES = {
     "sign-not-finite": ("sign", "float32", 1025, {"not_finite": 600}),
     "sign-special": ("sign[block=32]", "float32", 511, {"special": True}),
     "sign-bfloat16": ("sign", "bfloat16", 777, {}),
+    "topk": ("topk:0.1", "float32", 1001, {"residual": True}),
+    "topk-not-finite": ("topk:0.01", "float32", 1025, {"not_finite": 600}),
+    "topk-special": ("topk:0.97", "float32", 111, {"special": True}),
+    "topk-bfloat16": ("topk:0.1", "bfloat16", 777, {}),
+    "topk-int8": ("topk:0.1+int8[block=32]", "float32", 999, {"residual": True}),
+    "topk-fp16": ("topk:0.1+fp16", "float64", 300, {"checksum": True}),
+    "topk-int4-stochastic": (
+        "topk:0.3+int4[rounding=stochastic]",
+        "float32",
+        999,
+        {"seed": 0x12345678, "residual": True},
+    ),
+    "randk": ("randk:0.1", "float32", 1001, {"residual": True}),
+    "randk-float16": ("randk:0.3", "float16", 301, {"seed": 0xFFFFFFFF}),
+    "randk-fp8-stochastic": (
+        "randk:0.3+fp8[block=64,rounding=stochastic]",
+        "float32",
+        999,
+        {"seed": 0x12345678, "residual": True},
+    ),
+    "randk-sign": ("randk:0.5+sign", "float32", 1001, {"residual": True}),
+    "topk-sign": ("topk:0.2+sign", "float64", 500, {}),
+    "randk-fp8": ("randk:0.2+fp8", "float16", 700, {"seed": 0xFFFFFFFF}),
 }
 DIGESTS = {
     "tiles-raw": ("raw", "float32", 65536 + 4097, {}),
@@ -83,6 +107,9 @@ DIGESTS = {
     "tiles-fp8": ("fp8", "float32", 2 * 65536 + 1, {"residual": True}),
     "tiles-ternary": ("ternary", "float32", 2 * 65536 + 1, {"residual": True}),
     "tiles-sign": ("sign", "float32", 2 * 65536 + 1, {"residual": True}),
+    "tiles-topk": ("topk:0.01", "float32", 2 * 65536 + 1, {"residual": True}),
+    "tiles-topk-int8": ("topk:0.01+int8", "float32", 2 * 65536 + 1, {"residual": True}),
+    "tiles-randk": ("randk:0.01", "float32", 2 * 65536 + 1, {"seed": 7, "residual": True}),
     "tiles-int4": ("int4", "float32", 2 * 65536 + 1, {"residual": True}),
     "tiles-int8-stochastic": (
         "int8[rounding=stochastic]",
@@ -155,7 +182,7 @@ def index():
 def test_index_is_complete(index):
     assert set(index) == set(ALL)
     assert {path.stem for path in FOLDER.glob("*.bin")} == set(FRAMES)
-    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 48_000
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 60_000
 
 
 @pytest.mark.parametrize("name", FRAMES)
@@ -187,5 +214,5 @@ def test_input_still_gives_this_digest(index, name):
 
 def test_every_codec_has_golden_frames():
     names = {row["name"] for row in _core.codec_table()}
-    assert names == {spec.partition("[")[0] for spec, *_ in FRAMES.values()}
-    assert names == {spec.partition("[")[0] for spec, *_ in DIGESTS.values()}
+    assert names == {parse(spec).name for spec, *_ in FRAMES.values()}
+    assert names == {parse(spec).name for spec, *_ in DIGESTS.values()}

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from codec_cases import STEP_ERROR
+from codec_cases import step_error
 from ranks import run_ranks, run_ranks_raising
-from toys import CODECS, ZERO_STAYS, all_equal, digest
+from toys import CODECS, SPARSE, ZERO_STAYS, all_equal, digest
 
 import agentcomm
 from agentcomm.collectives import reducer_stats
@@ -36,7 +36,7 @@ def check_within(codec, result, parts, scale=None):
     largest = scale or max(part.double().abs().max().item() for part in parts)
     # n contributions, each divided by n, and the owner's encoding of the mean; n + 1 roundings of
     # the sum in fp32; 2^-24 relative for the scale itself.
-    bound = largest * (2 * STEP_ERROR[codec] + (nranks + 3) * 2.0**-24)
+    bound = largest * (2 * step_error(codec) + (nranks + 3) * 2.0**-24)
     assert (result.double() - mean).abs().max() <= bound
 
 
@@ -103,7 +103,8 @@ def many_kinds(rank, nranks):
         for _ in range(2):
             tensor = torch.ones(nelems, dtype=dtype)
             agentcomm.all_reduce(tensor, codec)
-            assert tensor.eq(1).all()
+            assert tensor[tensor != 0].eq(1).all()
+            assert tensor.all() or (codec in SPARSE and tensor.any())
 
 
 def test_many_kinds_of_tensors():
@@ -248,12 +249,14 @@ def test_pc_023_special_blocks(codec, nranks):
         # fp16 and bf16 have an absolute step near zero; so has the mean in fp32, which is the sum
         # of n numbers divided by n, each of which may be subnormal.
         floor = {"fp16": 2.0**-25, "bf16": 2.0**-134}.get(codec, 0.0) * 2 + 2 * nranks * 2.0**-149
-        bound = largest * (2 * STEP_ERROR[codec] + (nranks + 3) * 2.0**-24) + floor
+        bound = largest * (2 * step_error(codec) + (nranks + 3) * 2.0**-24) + floor
         assert (part.double() - block.double()).abs().max() <= bound, name
         if largest == 0:
             assert part.eq(0).all(), name
         if name == "one hot" and codec in ZERO_STAYS:
-            assert torch.equal(part != 0, (block != 0).expand(repeats, 256))
+            assert not part[:, block == 0].any()
+            if not codec.startswith("randk"):  # which draws some
+                assert part[:, block != 0].all()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -268,7 +271,13 @@ def test_pc_020_non_finite_on_one_rank(codec, nranks, value):
 
     results, _ = reduce_over(nranks, codec, make)
     for result in results:
-        assert not result[777].isfinite()
+        bad = ~result.isfinite()
+        if codec.startswith("randk"):  # if it draws the element, its block of drawn ones goes too
+            assert bad[777] or result[777] == 0
+            assert bad[777] == bad.any()
+            assert bad.sum() <= 256
+            continue
+        assert bad[777]
         # The rest of the block may go with it, other blocks not.
         assert result[:768].isfinite().all()
         assert result[1024:].isfinite().all()
@@ -323,7 +332,7 @@ def test_pc_036_dtypes(codec, nranks, dtype):
         mean = sum(part.double() for part in parts) / nranks
         largest = max(part.double().abs().max().item() for part in parts)
         # raw has the dtype's own step in the second phase; the result is rounded to it once more.
-        half = max(STEP_ERROR[codec], step if codec == "raw" else 0.0)
+        half = max(step_error(codec), step if codec == "raw" else 0.0)
         bound = largest * (2 * half + step + (nranks + 3) * 2.0**-24)
         assert (result.double() - mean).abs().max() <= bound
 
@@ -350,4 +359,7 @@ def test_pc_038_complex(codec, dtype):
     (result,), inputs = reduce_over(3, codec, make)
     parts = [torch.view_as_real(tensors[0]) for tensors in inputs]
     check_within(codec, torch.view_as_real(result), parts)
-    assert result.imag.min() > 0.98
+    if codec in SPARSE:  # of topk, ranks keep different elements
+        assert result.imag.any()
+    else:
+        assert result.imag.min() > 0.98

@@ -12,7 +12,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from codec_cases import STEP_ERROR
+from codec_cases import step_error
 from ranks import run_ranks, run_ranks_raising
 from test_feedback import Recorder, check_conservation
 from torch import nn
@@ -435,7 +435,7 @@ def odd(rank, nranks, codec):
         elif param.numel():
             # Two quantisations of a block that may have a larger maximum than this parameter; a
             # gross error (another parameter's values) is what must show.
-            assert (param.grad - twin.grad).abs().max() <= max(0.4, 3 * STEP_ERROR[codec]) * max(
+            assert (param.grad - twin.grad).abs().max() <= max(0.4, 3 * step_error(codec)) * max(
                 p.grad.abs().max().item() for p in plain.parameters() if p.numel()
             )
     return digest_grads(ddp), (recorder.rounds, recorder.residuals())
@@ -537,7 +537,7 @@ def complex_model(rank, nranks, codec):
     error = (weight.grad - mean).abs().max() / mean.abs().max()
     assert weight.grad.imag.abs().max() > 0.1 * mean.abs().max()
     # int8: half a step of each rank's block, twice since the residual of the last round is added.
-    assert error <= 4 * STEP_ERROR[codec] + 1e-6
+    assert error <= 4 * step_error(codec) + 1e-6
     assert handle.residual(weight).shape == (40, 40, 2)
     return digest([weight.grad])
 

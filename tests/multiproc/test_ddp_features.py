@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from codec_cases import STEP_ERROR
+from codec_cases import step_error
 from ranks import run_ranks
 from test_feedback import Recorder, check_conservation
 from torch import nn
@@ -173,7 +173,7 @@ def test_pc_006_parameters_that_one_rank_uses(codec, nranks):
         # contribution, for the trunk n.
         contributions = nranks if name.startswith("trunk") else 1
         assert size > 0
-        assert error <= 1.01 * max(STEP_ERROR[codec], 2.0**-22) * largest * (
+        assert error <= 1.01 * max(step_error(codec), 2.0**-22) * largest * (
             contributions / nranks + 1
         ), name
 

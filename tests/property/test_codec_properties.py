@@ -4,12 +4,13 @@ The examples are the same in every run (derandomize), and the seeds of the stati
 fixed: nothing here can fail by chance.
 """
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 import torch
-from codec_cases import TORCH_DTYPES, bits_of, tensor_of, values
+from codec_cases import CODECS, TORCH_DTYPES, bits_of, kept_places, tensor_of, values
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -23,12 +24,12 @@ settings.register_profile(
 )
 settings.load_profile("agentcomm")
 
-CODECS = {row["name"]: row for row in _core.codec_table()}
+DENSE = [name for name, row in CODECS.items() if not row["sparse"]]
 STOCHASTIC = [f"{name}[rounding=stochastic]" for name, row in CODECS.items() if row["stochastic"]]
 BLOCKED = [name for name, row in CODECS.items() if row["block_nelems"]]
 ALL_FEATURES = 0xFFFFFFFF
 
-any_spec = st.sampled_from(list(CODECS)) | st.builds(
+dense_spec = st.sampled_from(DENSE) | st.builds(
     lambda name, log2, rounding: (
         f"{name}[block={1 << log2}"
         + (f",rounding={rounding}]" if CODECS[name]["stochastic"] else "]")
@@ -36,6 +37,17 @@ any_spec = st.sampled_from(list(CODECS)) | st.builds(
     st.sampled_from(BLOCKED),
     st.integers(5, 12),
     st.sampled_from(specs.ROUNDINGS),
+)
+sparse_spec = st.builds(
+    "{}:{}{}".format,
+    st.sampled_from([name for name in CODECS if name not in DENSE]),
+    st.sampled_from(["0.000000001", "0.01", "0.1", "0.5", "1"]),
+    st.sampled_from(["", "+fp16", "+fp8", "+int8", "+int4[rounding=stochastic]", "+sign"])
+    | st.builds("+{}[block={}]".format, st.sampled_from(["fp8", "int4", "sign"]), st.just(32)),
+)
+any_spec = dense_spec | sparse_spec
+any_values = dense_spec.filter(
+    lambda spec: spec == "raw" or CODECS[specs.parse(spec).name]["values"]
 )
 any_float = st.floats(width=32)
 finite_float = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -100,7 +112,7 @@ def error_bound(spec, x):
     return scale * (half + 2.0**-13) + 2.0**-149
 
 
-@given(vectors(finite_float), any_spec)
+@given(vectors(finite_float), dense_spec)
 def test_error_is_within_the_bound(x, spec):
     back = round_trip(x, spec).numpy().astype(np.float64)
     bound = error_bound(spec, x)
@@ -110,7 +122,7 @@ def test_error_is_within_the_bound(x, spec):
     assert (back[~promised] == np.copysign(np.inf, x[~promised])).all()
 
 
-@given(vectors(any_float), any_spec)
+@given(vectors(any_float), dense_spec)
 def test_not_finite_blocks_and_no_others(x, spec):
     back = round_trip(x, spec).numpy()
     with np.errstate(over="ignore"):
@@ -123,6 +135,43 @@ def test_not_finite_blocks_and_no_others(x, spec):
     elif spec in ("fp16", "bf16"):
         assert np.array_equal(np.isnan(back), np.isnan(x))
         assert np.array_equal(np.signbit(back[~np.isnan(x)]), np.signbit(x[~np.isnan(x)]))
+
+
+def values_codec(spec):
+    """Return the codec of a sparse spec's values, with the options that are its own."""
+    codec = specs.parse(spec)
+    cls = specs.CODECS[codec.values]
+    return cls(**{field.name: getattr(codec, field.name) for field in dataclasses.fields(cls)})
+
+
+def equal(a, b):
+    return np.array_equal(a.numpy(), b.numpy(), equal_nan=True)
+
+
+@given(vectors(any_float), sparse_spec, st.integers(0, 2**32 - 1))
+def test_sparse_codec_sends_what_its_values_codec_makes_of_what_it_keeps(x, spec, seed):
+    """So bounds, rounding and what is not finite are those of the dense codec."""
+    frame = agentcomm.encode(of(x), spec, seed=seed)
+    back = agentcomm.decode(frame)
+    if len(x) == 0:
+        return
+    kept = kept_places(frame, spec)
+    assert (kept.diff() > 0).all()
+    assert equal(back[kept], round_trip(x[kept.numpy()], values_codec(spec), seed=seed))
+    back[kept] = 0
+    assert not back.any()
+    if spec.startswith("topk"):
+        size = np.nan_to_num(np.abs(x.astype(np.float64)), nan=np.inf, posinf=1e300)
+        assert size[kept.numpy()].min() >= np.delete(size, kept.numpy()).max(initial=0)
+
+
+@given(vectors(any_float), st.sampled_from(["topk", "randk"]), any_values, st.integers(0, 99))
+def test_a_fraction_of_one_is_the_values_codec(x, name, values_spec, seed):
+    spec = f"{name}:1+{values_spec}"
+    assert equal(round_trip(x, spec, seed=seed), round_trip(x, values_spec, seed=seed))
+    if name == "randk" and values_spec != "raw":  # whose NaNs may be any
+        payload = agentcomm.encode(of(x), spec, seed=seed)[64:]
+        assert torch.equal(payload, agentcomm.encode(of(x), values_spec, seed=seed)[64:])
 
 
 @given(
@@ -164,7 +213,8 @@ def test_residual_is_added_first_and_holds_the_loss(pair, spec, seed):
     assert torch.equal(frame, agentcomm.encode(of(total), spec, seed=seed))
     sent = agentcomm.decode(frame).numpy()
     with np.errstate(all="ignore"):
-        expected = np.where(np.isfinite(sent), total - sent, before)
+        owed = np.isfinite(sent) & np.isfinite(total)  # topk may have larger ones to send
+        expected = np.where(owed, total - sent, before)
     assert np.array_equal(after.numpy(), expected)
     assert np.isfinite(after.numpy()).all()
 
@@ -228,7 +278,9 @@ def test_blocks_scale_with_powers_of_two(x, name, exponent):
     assert torch.equal(round_trip(x * np.float32(factor), name), round_trip(x, name) * factor)
 
 
-@pytest.mark.parametrize("spec", ["raw", "fp16", "bf16", "int8[block=4096]", *BLOCKED])
+@pytest.mark.parametrize(
+    "spec", ["raw", "fp16", "bf16", "int8[block=4096]", *BLOCKED, "topk:0.03", "topk:0.03+int8"]
+)
 def test_tiles_do_not_know_of_each_other(spec):
     """A frame's payload is that of its tiles' frames, end to end: what an exchange relies on."""
     x = of(values("patchwork", 2 * 65536 + 300, "float32"))

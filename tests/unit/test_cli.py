@@ -19,7 +19,8 @@ def test_info(capsys):
         assert fact in shown
     lines = shown.splitlines()
     for row in agentcomm.codecs():
-        (line,) = [line for line in lines if line.split()[:1] == [row["name"]]]
+        shown = f"{row['name']}:FRAC" if row["sparse"] else row["name"]
+        (line,) = [line for line in lines if line.split()[:1] == [shown]]
         assert f"{row['bits_per_element']:.3f}" in line
 
 

@@ -7,12 +7,20 @@ import numpy as np
 import oracles
 import pytest
 import torch
-from codec_cases import bits_of, frame_bytes, tensor_of, values
+from codec_cases import (
+    TEXTS,
+    bits_of,
+    frame_bytes,
+    oracle_arguments,
+    tensor_of,
+    tile_nbytes,
+    values,
+)
 
 import agentcomm
 from agentcomm import _core
+from agentcomm.specs import parse
 
-CODECS = {row["name"]: row for row in _core.codec_table()}
 NELEMS = 1000
 X = values("random", NELEMS, "float32")
 
@@ -22,8 +30,9 @@ def tensor(data):
     return torch.tensor(list(data), dtype=torch.uint8)
 
 
-def sound(codec="int8", **options):
-    return oracles.encode_frame(codec, X, **options)[0]
+def sound(text="int8", x=X, **options):
+    codec, of_spec = oracle_arguments(text)
+    return oracles.encode_frame(codec, x, **of_spec | options)[0]
 
 
 def assert_refused(data, status, nelems=NELEMS):
@@ -48,18 +57,27 @@ def assert_refused(data, status, nelems=NELEMS):
 
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("dtype", list(oracles.DTYPE_IDS))
-@pytest.mark.parametrize("codec", CODECS)
-def test_header_says_it_all(codec, dtype, checksum):
+@pytest.mark.parametrize(
+    "text",
+    [
+        *TEXTS,
+        "int4[block=32,rounding=stochastic]",
+        "topk:0.012345678+fp16",
+        "randk:1+sign[block=64]",
+        "topk:0.000000001+fp8[block=4096,rounding=stochastic]",
+    ],
+)
+def test_header_says_it_all(text, dtype, checksum):
     x = tensor_of(values("random", 70_000, dtype), dtype)
-    frame = agentcomm.encode(x, codec, seed=0xFEDCBA98, checksum=checksum)
+    frame = agentcomm.encode(x, text, seed=0xFEDCBA98, checksum=checksum)
     info = _core.frame_info(torch.utils.dlpack.to_dlpack(frame))
     nbytes = frame.numel() - 64 - 4 * checksum
     assert info == {
-        "spec": (CODECS[codec]["id"], CODECS[codec]["block_nelems"], 0, 0, 0),
+        "spec": parse(text).to_tuple(),
         "dtype": oracles.DTYPE_IDS[dtype],
         "nelems": 70_000,
         "payload_nbytes": nbytes,
-        "flags": int(checksum),
+        "flags": int(checksum) | ("stochastic" in text) * oracles.FLAG_STOCHASTIC,
         "seed": 0xFEDCBA98,
     }
     back = agentcomm.decode(frame)
@@ -73,9 +91,9 @@ def test_magic_can_be_read():
     assert _core.HEADER_NBYTES == 64
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_frame_of_nothing(codec):
-    frame = agentcomm.encode(torch.empty(0), codec)
+@pytest.mark.parametrize("text", TEXTS)
+def test_frame_of_nothing(text):
+    frame = agentcomm.encode(torch.empty(0), text)
     assert frame.numel() == 64
     assert agentcomm.decode(frame).shape == (0,)
     agentcomm.decode(frame, out=torch.empty(3, 0), add=True)
@@ -107,15 +125,167 @@ def test_fields_that_do_not_change_what_is_decoded(fields):
     assert torch.equal(agentcomm.decode(tensor(sound(**fields))), agentcomm.decode(tensor(sound())))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": 2**32 - 1},
+        {"round_": 1},
+        {"bucket": 1},
+        {"lane": 255},
+        {"first_tile": 3, "nforwards": 255, "stream": 2**64 - 1, "chunk_log2": 62},
+    ],
+    ids=str,
+)
+def test_fields_that_say_where_randk_draws(fields):
+    data = sound("randk:0.25", **fields)
+    work, _ = oracles.decode_frame(data)
+    assert np.array_equal(bits_of(agentcomm.decode(tensor(data))), work.view(np.int32))
+    same = np.array_equal(work, oracles.decode_frame(sound("randk:0.25"))[0])
+    assert same == ("first_tile" in fields)  # a single frame's tiles count from its start
+
+
 @pytest.mark.parametrize("tile_nelems", [256, 512, 768, 65536])
-@pytest.mark.parametrize("codec", CODECS)
-def test_smaller_tiles(codec, tile_nelems):
+@pytest.mark.parametrize("text", [*TEXTS, "topk:0.3+int8"])
+def test_smaller_tiles(text, tile_nelems):
     """An exchange cuts small lanes into smaller tiles; such frames are frames like any other."""
-    frame = sound(codec, tile_nelems=tile_nelems, block=64)
+    frame = sound(text, tile_nelems=tile_nelems, block=64)
     work, _ = oracles.decode_frame(frame)
     assert np.array_equal(
         bits_of(agentcomm.decode(tensor(frame))), bits_of(torch.from_numpy(work.copy()))
     )
+
+
+# ---- sparse codecs -------------------------------------------------------------------------------
+
+
+def topk_frame(**fields):
+    """Return a frame of 1000 elements that keeps ten: indices from byte 64, values from 96."""
+    return bytearray(sound("topk:0.01", **fields))
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 1000],  # beyond the tile
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 65535],
+        [1, 0, 2, 3, 4, 5, 6, 7, 8, 9],  # do not ascend
+        [0, 0, 2, 3, 4, 5, 6, 7, 8, 9],  # twice
+        [990, 991, 992, 993, 994, 995, 996, 997, 999, 998],
+    ],
+)
+def test_indices_that_point_outside_or_back(indices):
+    frame = topk_frame()
+    frame[64:84] = struct.pack("<10H", *indices)
+    assert_refused(frame, "AGC_ERR_PAYLOAD")
+
+
+def test_indices_at_the_edges():
+    frame = topk_frame()
+    frame[64:84] = struct.pack("<10H", 0, *range(991, 1000))
+    assert agentcomm.decode(tensor(frame)).nonzero().reshape(-1).tolist() == [0, *range(991, 1000)]
+
+
+def test_indices_of_a_later_tile():
+    """Everything before it must be left unwritten too."""
+    x = np.arange(65536 + 300, 0, -1).astype(np.float32)
+    frame = bytearray(sound("topk:0.1", x))
+    at = 64 + tile_nbytes("topk:0.1", 65536, "float32")
+    assert struct.unpack_from("<30H", frame, at) == tuple(range(30))
+    struct.pack_into("<30H", frame, at, *range(270, 300))
+    assert agentcomm.decode(tensor(frame))[65536:].nonzero().flatten().tolist() == [
+        *range(270, 300)
+    ]
+    for number, index in ((29, 300), (29, 65535), (1, 270), (0, 299)):
+        damaged = frame.copy()
+        struct.pack_into("<H", damaged, at + 2 * number, index)
+        assert_refused(damaged, "AGC_ERR_PAYLOAD", len(x))
+
+
+def test_padding_between_indices_and_values_is_not_looked_at():
+    frame = topk_frame()
+    expected = agentcomm.decode(tensor(frame))
+    assert frame[84:96] == bytes(12)
+    frame[84:96] = b"\xff" * 12
+    assert torch.equal(agentcomm.decode(tensor(frame)), expected)
+
+
+@pytest.mark.parametrize("text", ["topk:0.01+int8", "randk:0.01+int8"])
+def test_scales_of_kept_values_are_checked(text):
+    frame = bytearray(sound(text))
+    at = len(frame) - oracles.tile_nbytes("int8", 10, "float32")
+    for scale in (-1.0, np.inf):
+        frame[at : at + 4] = struct.pack("<f", scale)
+        assert_refused(frame, "AGC_ERR_PAYLOAD")
+
+
+@pytest.mark.parametrize("fields", [{"frac_e9": 9_500_001}, {"nelems": 999}, {"nelems": 901}])
+def test_sparse_frame_that_may_be_read_otherwise(fields):
+    """Ten are kept all the same, so it is a frame: of what the header says."""
+    data = sound("topk:0.01", np.where(np.arange(NELEMS) < 900, X, np.float32(0)), **fields)
+    work, _ = oracles.decode_frame(data)
+    assert np.array_equal(bits_of(agentcomm.decode(tensor(data))), work.view(np.int32))
+
+
+def test_few_bytes_may_stand_for_many_elements():
+    """16 bytes for a tile of 65,536, but no memory before they are all there."""
+    data = sound("randk:0.000000001", np.zeros(3 * 65536, np.float32))
+    assert len(data) == 64 + 3 * 16
+    assert agentcomm.decode(tensor(data)).shape == (3 * 65536,)
+    claim = sound("randk:0.000000001", nelems=2**44, ntiles=2**28, payload_nbytes=2**32)
+    with pytest.raises(agentcomm.FrameError) as caught:
+        agentcomm.decode(tensor(claim))
+    assert caught.value.status == "AGC_ERR_TRUNCATED"
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        ("topk:1", {"frac_e9": 10**9 + 1}),
+        ("randk:1", {"frac_e9": 10**9 + 1}),
+        ("randk:0.01", {"frac_e9": 0}),
+        ("randk:0.01", {"codec_id": 16}),
+        ("topk:0.01", {"codec_id": 17}),
+        ("topk:0.01", {"codec_id": 1}),
+        ("topk:0.01", {"nelems": 1601}),  # keeps 17
+        ("topk:0.01+fp16", {"values": 3}),  # bf16 is as long
+        ("topk:0.01+int8", {"block_log2": 0}),
+        ("topk:0.01+int8", {"block_log2": 4}),
+        ("topk:0.01+int8", {"block_log2": 13}),
+        ("topk:0.01+fp16", {"flags": oracles.FLAG_STOCHASTIC}),
+        ("randk:0.01+sign", {"flags": oracles.FLAG_STOCHASTIC}),
+        ("topk:0.01", {"nelems": 2**64 - 1, "ntiles": 0}),
+    ],
+    ids=str,
+)
+def test_more_sparse_headers_that_contradict_themselves(text, fields):
+    assert_refused(sound(text, **fields), "AGC_ERR_HEADER")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"frac_e9": 0},
+        {"frac_e9": 10**9 + 1},
+        {"frac_e9": 2**32 - 1},
+        {"frac_e9": 2 * 10**7},  # keeps twenty: the payload is too short
+        {"values": 1},
+        {"values": 3},
+        {"values": 7},
+        {"values": 16},
+        {"values": 255},
+        {"values": 5},  # wants blocks
+        {"block_log2": 8},
+        {"flags": oracles.FLAG_STOCHASTIC},
+        {"payload_nbytes": 96},
+    ],
+)
+def test_sparse_headers_that_contradict_themselves(fields):
+    assert_refused(topk_frame(**fields), "AGC_ERR_HEADER")
+
+
+def test_dense_codecs_have_no_fraction_and_no_values():
+    assert_refused(sound("int8", frac_e9=10**7), "AGC_ERR_HEADER")
+    assert_refused(sound("int8", values=5), "AGC_ERR_HEADER")
 
 
 # ---- refused ------------------------------------------------------------------------------------
@@ -129,9 +299,9 @@ def test_frame_error_is_a_value_error():
     assert caught.value.status == "AGC_ERR_TRUNCATED"
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_cut_short_anywhere(codec):
-    frame = oracles.encode_frame(codec, X[:33], checksum=True)[0]
+@pytest.mark.parametrize("text", TEXTS)
+def test_cut_short_anywhere(text):
+    frame = sound(text, X[:33], checksum=True)
     for nbytes in range(len(frame)):
         assert_refused(frame[:nbytes], "AGC_ERR_TRUNCATED", 33)
 
@@ -151,18 +321,18 @@ def test_every_bit_of_the_header_counts():
         assert_refused(damaged, status)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_checksum_finds_every_flipped_bit(codec):
-    frame = oracles.encode_frame(codec, X[:20], checksum=True)[0]
+@pytest.mark.parametrize("text", TEXTS)
+def test_checksum_finds_every_flipped_bit(text):
+    frame = sound(text, X[:20], checksum=True)
     for bit in range(8 * 64, 8 * len(frame)):
         damaged = bytearray(frame)
         damaged[bit // 8] ^= 1 << bit % 8
         assert_refused(damaged, "AGC_ERR_PAYLOAD_CHECKSUM", 20)
 
 
-@pytest.mark.parametrize("codec", ["raw", "fp16", "bf16"])
-def test_without_a_checksum_every_payload_is_numbers(codec):
-    frame = bytearray(oracles.encode_frame(codec, X[:64])[0])
+@pytest.mark.parametrize("text", ["raw", "fp16", "bf16", "randk:0.5", "randk:0.5+fp16"])
+def test_without_a_checksum_every_payload_is_numbers(text):
+    frame = bytearray(sound(text, X[:64]))
     frame[64:] = np.random.default_rng(5).bytes(len(frame) - 64)
     work, _ = oracles.decode_frame(bytes(frame))
     assert np.array_equal(bits_of(agentcomm.decode(tensor(frame))), work.view(np.int32))
@@ -303,8 +473,8 @@ def test_small_changes_to_sound_headers():
     rng = np.random.default_rng(12)
     refused = 0
     for _ in range(400):
-        codec = list(CODECS)[rng.integers(len(CODECS))]
-        frame = bytearray(sound(codec))
+        texts = [*TEXTS, "topk:0.1+int8", "randk:1+sign"]
+        frame = bytearray(sound(texts[rng.integers(len(texts))]))
         for at in rng.integers(4, 60, rng.integers(1, 3)):
             frame[at] = rng.integers(256)
         frame[60:64] = struct.pack("<I", oracles.crc32c(bytes(frame[:60])))

@@ -36,7 +36,7 @@ WRONG = {
         (None, f"chunk_nbytes=None is out of range; {CHUNK}"),
     ],
     "feedback": [
-        ("yes", "feedback='yes' is unknown; it must be True, False, \"auto\" or \"bf16\""),
+        ("yes", 'feedback=\'yes\' is unknown; it must be True, False, "auto" or "bf16"'),
         (None, 'feedback=None is unknown; it must be True, False, "auto" or "bf16"'),
         (2, 'feedback=2 is unknown; it must be True, False, "auto" or "bf16"'),
     ],
@@ -170,13 +170,23 @@ def test_feedback_with_a_lossless_codec():
         ("auto", "int8", True),
         ("auto", "fp16", False),
         ("auto", "bf16", False),
+        ("auto", "topk:0.01", True),
+        ("bf16", "int8", True),
+        ("bf16", "fp16", False),
         (True, "fp16", True),
         (False, "int8", False),
     ],
 )
 def test_feedback_auto_is_what_suits_the_codec(feedback, spec, kept):
     options = Options(spec, feedback=feedback)
-    assert options.lane(options.codec()) == (agentcomm.specs.parse(spec).to_tuple(), kept)
+    lane = options.lane(options.codec())
+    assert lane[:3] == (agentcomm.specs.parse(spec).to_tuple(), kept, feedback == "bf16")
+    assert lane[3:] == (False, 0.0)
+
+
+def test_lanes_of_sparse_codecs():
+    options = Options("topk:0.01+int8[scope=tensor,momentum=0.9]")
+    assert options.lane(options.codec())[1:] == (True, False, True, 0.9)
 
 
 def test_rounding_reaches_the_rules():

@@ -8,10 +8,11 @@ import pickle
 import re
 
 import pytest
+import torch
 
 import agentcomm
 from agentcomm import _core, specs
-from agentcomm.specs import Bf16, Codec, Fp16, Int8, Raw, parse, with_rounding
+from agentcomm.specs import Bf16, Codec, Fp16, Int8, RandK, Raw, Sign, TopK, parse, with_rounding
 
 BLOCKS = [32, 64, 128, 256, 512, 1024, 2048, 4096]
 CODECS = [
@@ -19,6 +20,10 @@ CODECS = [
     Fp16(),
     Bf16(),
     *(Int8(block=block, rounding=rounding) for block in BLOCKS for rounding in specs.ROUNDINGS),
+    Sign(block=64),
+    *(TopK(frac) for frac in (1e-9, 0.001, 0.01, 1 / 3, 0.5, 1)),
+    TopK(0.01, "int8", 128, "stochastic", momentum=0.9, ramp=1000, scope="tensor"),
+    RandK(0.25, values="sign", block=64),
 ]
 
 
@@ -53,6 +58,25 @@ def test_a_codec_prints_as_its_spec(codec):
             "int8[block=64,rounding=stochastic]",
         ),
         ("int8[block=64,]", Int8(64), "int8[block=64]"),
+        ("topk:0.01", TopK(0.01), "topk:0.01"),
+        ("topk:1e-2", TopK(0.01), "topk:0.01"),
+        ("topk:1e-9", TopK(1e-9), "topk:0.000000001"),
+        ("topk:1", TopK(1), "topk:1"),
+        ("topk:1.0+raw[]", TopK(1), "topk:1"),
+        ("topk:0.0123456789", TopK(0.012345679), "topk:0.012345679"),  # steps of 10^-9
+        ("topk[keep_frac=0.01,values=int8]", TopK(0.01, "int8"), "topk:0.01+int8"),
+        (
+            " topk : 0.01 + int8 [ rounding = stochastic , block = 128 ] ",
+            TopK(0.01, "int8", 128, "stochastic"),
+            "topk:0.01+int8[block=128,rounding=stochastic]",
+        ),
+        ("randk:0.25+sign[block=64]", RandK(0.25, "sign", 64), "randk:0.25+sign[block=64]"),
+        ("topk:0.01[momentum=0.9]", TopK(0.01, momentum=0.9), "topk:0.01[momentum=0.9]"),
+        (
+            "topk:0.001[ramp=100,scope=tensor]",
+            TopK(0.001, ramp=100, scope="tensor"),
+            "topk:0.001[ramp=100,scope=tensor]",
+        ),
     ],
 )
 def test_parse(text, codec, printed):
@@ -66,14 +90,49 @@ def test_parse(text, codec, printed):
         (
             "int9",
             "'int9' in spec 'int9' is no codec; there are raw, fp16, bf16, fp8, int8, int4,"
-            " ternary, sign (did you mean 'int8' or",
+            " ternary, sign, topk, randk (did you mean 'int8' or",
         ),
         (
             "bf61",
-            "fp8, int8, int4, ternary, sign (did you mean 'bf16'",
+            "fp8, int8, int4, ternary, sign, topk, randk (did you mean 'bf16'",
         ),
-        ("topk", "'topk' in spec 'topk' is no codec; there are raw, fp16, bf16, fp8, int8, int4"),
-        ("topk:0.01+int8", "'topk:0.01+int8' in spec 'topk:0.01+int8' is no codec; there are"),
+        (
+            "topk",
+            "'topk' does not say which fraction is kept; write topk:FRAC, for example"
+            " 'topk:0.01' for one element in a hundred",
+        ),
+        ("randk:", "'' in spec 'randk:' is no number; write randk:FRAC"),
+        ("topk:most", "'most' in spec 'topk:most' is no number; write topk:FRAC with a fraction"),
+        ("topk:0", "keep_frac=0.0 is out of range; it must be above 0 and at most 1, in steps of"),
+        ("topk:2", "keep_frac=2.0 is out of range; it must be above 0 and at most 1"),
+        ("topk:-0.1", "keep_frac=-0.1 is out of range"),
+        ("topk:1e-10", "keep_frac=1e-10 is out of range"),
+        ("topk:nan", "keep_frac=nan is out of range"),
+        ("topk:inf", "keep_frac=inf is out of range"),
+        (
+            "topk:0.01+int9",
+            "values='int9' is unknown; topk sends values as raw, fp16, fp8, int8, int4, sign, for"
+            " example 'topk:0.01+int8' (did you mean 'int8' or",
+        ),
+        ("topk:0.01+bf16", "values='bf16' is unknown; topk sends values as raw, fp16"),
+        ("topk:0.01+", "values='' is unknown"),
+        ("topk:0.01+int8[values=int8]", "values stands twice in spec"),
+        ("topk:0.01[keep_frac=0.1]", "keep_frac stands twice in spec"),
+        ("topk:0.01[block=64]", "block=64 with values='raw': these have no blocks"),
+        ("topk:0.01+sign[rounding=stochastic]", "rounding='stochastic' with values='sign': these"),
+        ("topk:0.01[scope=layer]", "scope='layer' is unknown; it must be 'tile' or 'tensor'"),
+        ("randk:0.01[scope=tile]", "'scope=tile' in spec 'randk:0.01[scope=tile]' is no option"),
+        ("topk:0.01[momentum=1]", "momentum=1.0 is out of range; it must be at least 0 and below"),
+        ("topk:0.01[momentum=nan]", "momentum=nan is out of range"),
+        ("topk:0.01[momentum=much]", "momentum must be a number"),
+        ("topk:0.01[ramp=-1]", "ramp=-1 is out of range; it must be a whole number of rounds"),
+        ("topk:0.01[ramp=0.5]", "ramp must be a whole number"),
+        (
+            "int8:0.5",
+            "'int8:0.5' is no spec: int8 sends every element and takes neither a fraction nor"
+            " values; write 'int8', or for example 'topk:0.01+int8' to send the largest",
+        ),
+        ("raw+int8", "'raw+int8' is no spec: raw sends every element"),
         ("", "'' is no spec; write name[option=value,...], for example 'int8[block=128]'"),
         ("8int", "'8int' is no spec; write name[option=value,...]"),
         ("int8[block=128", "'int8[block=128' is no spec; write name[option=value,...]"),
@@ -162,14 +221,35 @@ def test_the_core_and_the_package_know_the_same_codecs():
     for row in rows:
         cls = specs.CODECS[row["name"]]
         assert issubclass(cls, Codec)
-        assert cls().to_tuple()[0] == row["id"]
-        assert cls().lossless == row["lossless"]
-        assert cls().feedback_default == row["feedback"]
+        codec = cls(0.5) if row["sparse"] else cls()
+        assert codec.to_tuple()[0] == row["id"]
+        assert codec.lossless == row["lossless"]
+        assert codec.feedback_default == row["feedback"]
         assert getattr(agentcomm, cls.__name__) is cls
         assert cls.__doc__
         default = {field.name: field.default for field in dataclasses.fields(cls)}
-        assert default.get("block", 0) == row["block_nelems"]
-        assert ("rounding" in default) == row["stochastic"]
+        if not row["sparse"]:  # whose blocks and rounding are those of the values
+            assert default.get("block", 0) == row["block_nelems"]
+            assert ("rounding" in default) == row["stochastic"]
+
+
+def test_core_is_told_of_fraction_and_values():
+    assert TopK(0.01).to_tuple() == (16, 0, 0, 10_000_000, 0)
+    assert TopK(1e-9, "fp16").to_tuple() == (16, 0, 0, 1, 2)
+    assert RandK(1, "int8", 64, "stochastic").to_tuple() == (17, 64, 1, 10**9, 5)
+    assert RandK(1 / 3, "sign").to_tuple() == (17, 256, 0, 333_333_333, 8)
+
+
+@pytest.mark.parametrize("frac", [0, -1, 1.5, 4e-10, float("nan"), "0.1", None, True])
+def test_topk_checks_its_fraction(frac):
+    with pytest.raises(agentcomm.SpecError, match=re.escape(f"keep_frac={frac!r} is out of range")):
+        TopK(frac)
+
+
+@pytest.mark.parametrize("option", ["momentum=0.5", "ramp=9"])
+def test_what_belongs_to_a_training_is_refused_elsewhere(option):
+    with pytest.raises(agentcomm.SpecError, match=r"momentum= and ramp= of topk:0\.5\["):
+        agentcomm.encode(torch.ones(3), f"topk:0.5[{option}]")
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -187,6 +267,10 @@ def test_the_core_accepts_what_the_package_accepts(codec):
         ("int8[rounding=stochastic]", "nearest", "int8[rounding=stochastic]"),
         ("fp16", "stochastic", "fp16"),
         ("raw", "stochastic", "raw"),
+        ("topk:0.01", "stochastic", "topk:0.01"),
+        ("topk:0.01+fp16", "stochastic", "topk:0.01+fp16"),
+        ("topk:0.01+sign", "stochastic", "topk:0.01+sign"),
+        ("randk:0.1+int8", "stochastic", "randk:0.1+int8[rounding=stochastic]"),
     ],
 )
 def test_a_default_rounding_fills_in_what_the_spec_leaves_open(spec, rounding, expected):

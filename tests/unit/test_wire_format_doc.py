@@ -104,16 +104,12 @@ def test_header_is_where_the_oracle_has_it():
 def test_codecs():
     documented = {name: int(number) for number, name in table("3. Codecs")}
     assert documented == {row["name"]: row["id"] for row in _core.codec_table()}
-    listed = (ROOT / "csrc" / "codecs" / "codec_list.inc").read_text()
-    reserved = re.search(r"/\* (.*): kept for these \*/", listed).group(1)
-    numbers = [
-        int(n)
-        for n in re.findall(r"^([\d, and]+) are reserved", TEXT, re.MULTILINE)[0]
-        .replace("and", ",")
-        .replace(" ", "")
-        .split(",")
-    ]
-    assert numbers == [int(n) for n in re.findall(r"\b(\d+) ", reserved)]
+
+
+def test_codecs_of_values():
+    said = re.search(r"values must be 0, (.*?)\.\n", section("topk")).group(1)
+    documented = {name: int(number) for number, name in re.findall(r"(\d+) \((\w+)\)", said)}
+    assert documented == {row["name"]: row["id"] for row in _core.codec_table() if row["values"]}
 
 
 def test_data_types():

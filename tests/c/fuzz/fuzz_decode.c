@@ -17,6 +17,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes);
 
 static float scratch[AGC_SCRATCH_NELEMS];
 
+/* 16 bytes of a frame may stand for a tile of 65,536 elements: of how many a fuzzer waits for. */
+#define NELEMS_DECODED_MAX (4u * AGC_TILE_NELEMS_MAX)
+
 static void decode_as(const uint8_t *frame, size_t nbytes, const struct agc_frame *f,
                       uint32_t dtype)
 {
@@ -47,8 +50,10 @@ static void try_frame(const uint8_t *frame, size_t nbytes)
         assert(status != AGC_OK);
         return;
     }
-    assert(f.nelems <= nbytes); /* every codec takes a byte per element or more: so what is
-                                   allocated for it is bounded */
+    /* What is allocated for a frame is bounded by its length. */
+    assert(f.nelems <= nbytes / AGC_PAYLOAD_ALIGN_NBYTES * AGC_TILE_NELEMS_MAX);
+    if (f.nelems > NELEMS_DECODED_MAX)
+        return;
     for (uint32_t dtype = AGC_DTYPE_F32; dtype <= AGC_DTYPE_F64; dtype++)
         decode_as(frame, nbytes, &f, dtype);
     status = agc_decode(frame, nbytes, NULL, AGC_DTYPE_F32, f.nelems + 1, false, scratch);

@@ -8,8 +8,8 @@
  *
  *   byte 0: codec
  *        1: block size
- *        2: rounding, checksum, residual, odd address
- *        3: data type
+ *        2: bits 0 to 3: rounding, checksum, residual, odd address; 4 to 7: fraction, if sparse
+ *        3: bits 0 and 1: data type; 2 to 7: codec of the values, if sparse
  *        4: seed, four bytes
  *        8: numbers
  */
@@ -25,6 +25,24 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes);
 static float scratch[AGC_SCRATCH_NELEMS];
 
 enum { STOCHASTIC = 1, CHECKSUM = 2, RESIDUAL = 4, ODD = 8 };
+
+/* Chooses fraction and values; returns the codec to which block size and rounding belong. */
+static struct agc_codec_info choose_values(struct agc_spec *spec, uint8_t fraction, uint8_t number)
+{
+    struct agc_codec_info values = {.flags = 0}, info;
+    uint32_t nvalues = 1;
+    for (uint32_t i = 0; agc_codec_info_at(i, &info); i++)
+        nvalues += (info.flags & AGC_CODEC_VALUES) != 0;
+    uint32_t left = number % nvalues; /* 0: raw */
+    for (uint32_t i = 0; left > 0 && agc_codec_info_at(i, &info); i++) {
+        if (info.flags & AGC_CODEC_VALUES && --left == 0) {
+            values = info;
+            spec->values = info.id;
+        }
+    }
+    spec->frac_e9 = fraction ? 1000000000u - 66666666u * (15u - fraction) : 1;
+    return values;
+}
 
 static uint8_t *block(uint64_t nbytes)
 {
@@ -45,9 +63,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t nbytes)
     if (!agc_codec_info_at(data[0] % ncodecs, &info))
         return 0;
     struct agc_spec spec = {.codec = info.id};
-    if (info.flags & AGC_CODEC_BLOCKS && data[1])
+    struct agc_codec_info values = info;
+    if (info.flags & AGC_CODEC_SPARSE)
+        values = choose_values(&spec, data[2] >> 4, data[3] >> 2);
+    if (values.flags & AGC_CODEC_BLOCKS && data[1])
         spec.block_nelems = 32u << data[1] % 8;
-    if (info.flags & AGC_CODEC_STOCHASTIC && data[2] & STOCHASTIC)
+    if (values.flags & AGC_CODEC_STOCHASTIC && data[2] & STOCHASTIC)
         spec.rounding = AGC_ROUNDING_STOCHASTIC;
     bool checksum = data[2] & CHECKSUM;
     uint32_t dtype = 1 + data[3] % 4, elem_nbytes = agc_dtype_nbytes(dtype),
