@@ -41,6 +41,7 @@
 #define VI_OR(a, b) _mm512_or_si512(a, b)
 #define VI_SLL16(a, n) _mm512_slli_epi16(a, n)
 #define VI_SRL16(a, n) _mm512_srli_epi16(a, n)
+#define VI_SRL16_BY(a, n) _mm512_srl_epi16(a, _mm_cvtsi32_si128(n))
 #define VI_SUB8(a, b) _mm512_sub_epi8(a, b)
 #define VI_MAX_U32(a, b) _mm512_max_epu32(a, b)
 #define VI_MIN_U32(a, b) _mm512_min_epu32(a, b)

@@ -7,14 +7,13 @@
  *   VF_LOAD VF_STORE VF_SET1 VF_ADD VF_SUB VF_MUL VF_MIN VF_MAX VF_ROUND
  *   VF_FROM_I32 VI_FROM_F32 VF_BITS (VF -> VI) VI_AS_VF (VI -> VF)
  *   VI_SET1 VI_IOTA VI_ADD VI_MUL VI_XOR VI_AND VI_SRL VI_MAX_U32 VI_MIN_U32 VI_HMAX_U32
- *   VI_LOAD VI_STORE VI_OR VI_SLL16 VI_SRL16 VI_SUB8  bytes and 16-bit halves of vectors
- *   VI_SUB VI_MAX_I32 VI_ADD8 VI_SUB16 VI_MUL16  more integers
- *   VF_SUM_LANES(sums)      agc_sum_lanes of 16 / VL vectors;  VI_HSUM(a)  sum of the VL integers
- *   VF_ABS(v), VF_SELECT_GT(a, b, x)  x where a > b, else 0;  VI_COUNT_GT(n, a, b)  n + 1 where a >
- * b I8_STORE(p, vi)         narrows VL integers in -128..127 to bytes U8_STORE(p, vi) narrows VL
- * integers in 0..255 I8_LOAD(p)              widens VL bytes VH_LOAD_U8(p)           VL bytes as
- * 16-bit values; VH_SLL VH_SRA VH_AND VH_SET1 SIGNS_STORE(p, v)       the VL sign bits
- *   SIGNS_LOAD(p)           VL bits as the sign bits of a VI
+ *   VI_LOAD VI_STORE VI_OR VI_SLL16 VI_SRL16 VI_SRL16_BY VI_SUB8  bytes and 16-bit halves of
+ * vectors VI_SUB VI_MAX_I32 VI_ADD8 VI_SUB16 VI_MUL16  more integers VF_SUM_LANES(sums)
+ * agc_sum_lanes of 16 / VL vectors;  VI_HSUM(a)  sum of the VL integers VF_ABS(v), VF_SELECT_GT(a,
+ * b, x)  x where a > b, else 0;  VI_COUNT_GT(n, a, b)  n + 1 where a > b I8_STORE(p, vi) narrows VL
+ * integers in -128..127 to bytes U8_STORE(p, vi) narrows VL integers in 0..255 I8_LOAD(p) widens VL
+ * bytes VH_LOAD_U8(p)           VL bytes as 16-bit values; VH_SLL VH_SRA VH_AND VH_SET1
+ * SIGNS_STORE(p, v)       the VL sign bits SIGNS_LOAD(p)           VL bits as the sign bits of a VI
  *   H_LOAD(p), H_STORE(p, h)  VL 16-bit values as VH
  *   VH_FROM_I32(vi)         narrows integers in 0..65535 to 16 bits
  *   VI_FROM_VH(h)           widens them
@@ -487,18 +486,18 @@ TARGET static inline void FN(ternary_pack)(uint8_t *steps, uint32_t n, uint8_t *
 
 /* (x * multiplier) >> shift of the bytes of x; at most 255 * multiplier < 2^16. */
 TARGET static inline __attribute__((always_inline)) VI FN(divide_bytes)(VI x, uint32_t multiplier,
-                                                                        unsigned shift)
+                                                                        int shift)
 {
     VI low = VI_AND(x, VI_SET1(0x00ff00ffu)), high = VI_SRL16(x, 8);
     VI by = VI_SET1(multiplier * 0x10001u);
-    low = VI_SRL16(VI_MUL16(low, by), shift);
-    high = VI_SRL16(VI_MUL16(high, by), shift);
+    low = VI_SRL16_BY(VI_MUL16(low, by), shift);
+    high = VI_SRL16_BY(VI_MUL16(high, by), shift);
     return VI_OR(low, VI_SLL16(high, 8));
 }
 
 /* Run k of a block's steps: digit k of each byte, less 1. */
 TARGET static inline __attribute__((always_inline)) void
-FN(ternary_unpack_run)(const uint8_t *packed, uint32_t run, uint32_t multiplier, unsigned shift,
+FN(ternary_unpack_run)(const uint8_t *packed, uint32_t run, uint32_t multiplier, int shift,
                        uint8_t *q)
 {
     for (uint32_t j = 0; j < run; j += 4 * VL) {
