@@ -172,7 +172,7 @@ static void select_largest(const struct source *s, uint32_t nkept, const struct 
     uint32_t nreached = k->count_magnitude(kept->value, ncandidates, last);
     /* One by one, unless there are so many that another pass of vectors is faster. */
     if (nreached == nkept && ncandidates > s->nelems / 8) {
-        collect(s, last, kept);
+        collect(s, agc_min_u32(last, 0x7f800001u), kept); /* every NaN, whatever its bits */
         return;
     }
     uint32_t nabove = k->count_magnitude(kept->value, ncandidates, last + 1);

@@ -167,6 +167,8 @@ static void for_each_finite(void (*check)(struct tensor *t))
         for (int v = 0; v < NVALUES_FINITE; v++) {
             values_now = (enum value_class)v;
             for (spec_now = 0; spec_now < nspecs; spec_now++) {
+                if (t.nelems > 10000 && random_below(6) != 0)
+                    continue; /* these take their time: a few of each */
                 random_fill(t.x, t.nelems, values_now);
                 memset(t.residual_old, 0, 4 * t.nelems);
                 check(&t);

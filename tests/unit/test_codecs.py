@@ -455,6 +455,9 @@ SELECTIONS = {
     ).view(np.float32),
     "the largest ones last": np.linspace(0, 1, 65536, dtype=np.float32),
     "the largest ones first": np.linspace(-1, 0, 65536, dtype=np.float32),
+    "one signalling NaN": np.where(
+        np.arange(256) == 100, np.uint32(0x7F800001), np.arange(256, dtype=np.uint32)
+    ).view(np.float32),
     "subnormal": np.arange(-20_000, 20_000, dtype=np.float32) * np.float32(2.0**-149),
     "where a sample looks": np.where(np.arange(65536) % 512 < 16, 1e-3, 1).astype(np.float32),
     "where no sample looks": np.where(np.arange(65536) % 512 < 16, 1, 1e-3).astype(np.float32),
