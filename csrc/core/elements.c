@@ -2,7 +2,6 @@
 #include "core/elements.h"
 
 #include "core/common.h"
-#include "core/half.h"
 
 uint32_t agc_dtype_nbytes(uint32_t dtype)
 {
@@ -76,31 +75,51 @@ void agc_elements_store(const struct agc_kernels *k, uint32_t dtype, const float
     }
 }
 
-void agc_elements_add_zero(uint32_t dtype, uint32_t nelems, void *p)
+/* Sums by memcpy, since nothing is aligned: loops that compilers turn into vectors. */
+static void add_zero_f32(uint8_t *p, uint32_t nelems)
 {
-    uint8_t *bytes = (uint8_t *)p;
     for (uint32_t i = 0; i < nelems; i++) {
         float x;
-        double d;
-        uint16_t h;
-        switch (dtype) {
-        case AGC_DTYPE_F16:
-            h = agc_f32_to_f16(agc_f16_to_f32(agc_load_u16(bytes + 2 * (size_t)i)) + 0.0f);
-            agc_store_u16(bytes + 2 * (size_t)i, h);
-            break;
-        case AGC_DTYPE_BF16:
-            h = agc_f32_to_bf16(agc_bf16_to_f32(agc_load_u16(bytes + 2 * (size_t)i)) + 0.0f);
-            agc_store_u16(bytes + 2 * (size_t)i, h);
-            break;
-        case AGC_DTYPE_F64:
-            memcpy(&d, bytes + 8 * (size_t)i, 8);
-            d = agc_acc_add_f64(d, 0.0);
-            memcpy(bytes + 8 * (size_t)i, &d, 8);
-            break;
-        default:
-            memcpy(&x, bytes + 4 * (size_t)i, 4);
-            x = agc_acc_add(x, 0.0f);
-            memcpy(bytes + 4 * (size_t)i, &x, 4);
-        }
+        memcpy(&x, p + 4 * (size_t)i, 4);
+        x = agc_acc_add(x, 0.0f);
+        memcpy(p + 4 * (size_t)i, &x, 4);
+    }
+}
+
+static void add_zero_f64(uint8_t *p, uint32_t nelems)
+{
+    for (uint32_t i = 0; i < nelems; i++) {
+        double x;
+        memcpy(&x, p + 8 * (size_t)i, 8);
+        x = agc_acc_add_f64(x, 0.0);
+        memcpy(p + 8 * (size_t)i, &x, 8);
+    }
+}
+
+/* Of a 16-bit format whose NaNs are those above `infinity` and become `nan`. */
+static void add_zero_half(uint8_t *p, uint32_t nelems, uint32_t infinity, uint32_t nan)
+{
+    for (uint32_t i = 0; i < nelems; i++) {
+        uint32_t bits = agc_load_u16(p + 2 * (size_t)i), magnitude = bits & 0x7fffu;
+        bits = magnitude == 0 ? 0 : bits;
+        bits = magnitude > infinity ? nan : bits;
+        agc_store_u16(p + 2 * (size_t)i, (uint16_t)bits);
+    }
+}
+
+void agc_elements_add_zero(uint32_t dtype, uint32_t nelems, void *p)
+{
+    switch (dtype) {
+    case AGC_DTYPE_F16:
+        add_zero_half((uint8_t *)p, nelems, 0x7c00u, 0x7e00u);
+        break;
+    case AGC_DTYPE_BF16:
+        add_zero_half((uint8_t *)p, nelems, 0x7f80u, 0x7fc0u);
+        break;
+    case AGC_DTYPE_F64:
+        add_zero_f64((uint8_t *)p, nelems);
+        break;
+    default:
+        add_zero_f32((uint8_t *)p, nelems);
     }
 }
