@@ -16,7 +16,7 @@ from agentcomm._options import Feedback, Names, Options
 from agentcomm._rendezvous import Meeting, Members, group_timeout_s, members_of, tell_failure
 from agentcomm._tensors import as_real, bucket_strides, check_device, dtype_id
 from agentcomm.errors import SpecError, StateError
-from agentcomm.specs import Codec, Raw, parse, with_rounding
+from agentcomm.specs import Codec, Raw, SparseCodec, parse, with_rounding
 from agentcomm.stats import BucketStats, Stats
 
 _RAW = Raw()
@@ -240,11 +240,11 @@ class Handle:
         """Return what changes when the codecs do: with the warm-up's end, and along a ramp."""
         if since < 0:
             return "warm-up"
-        return tuple(codec.at_round(since) for codec in self._ramped)
+        return tuple(codec.ramp_stage(since) for codec in self._ramped)
 
     def _note_ramps(self) -> None:
         codecs = (self._codec, *self._rules.values())
-        self._ramped = [codec for codec in codecs if codec.at_round(0) is not codec]
+        self._ramped = [codec for codec in codecs if isinstance(codec, SparseCodec) and codec.ramp]
 
     def _look_for_frozen(self) -> None:
         """Note in the first round, when all buckets are known, and check in every one."""

@@ -303,8 +303,14 @@ class SparseCodec(Codec):
         """
         if self.ramp == 0:
             return self
-        stage = min(RAMP_NSTAGES * max(round_, 0) // self.ramp, RAMP_NSTAGES)
-        return replace(self, keep_frac=self.keep_frac ** ((stage + 1) / (RAMP_NSTAGES + 1)), ramp=0)
+        exponent = (self.ramp_stage(round_) + 1) / (RAMP_NSTAGES + 1)
+        return replace(self, keep_frac=self.keep_frac**exponent, ramp=0)
+
+    def ramp_stage(self, round_: int) -> int:
+        """Return the quarter of the ramp that a round is in, 4 from its end on."""
+        if self.ramp == 0:
+            return RAMP_NSTAGES
+        return min(RAMP_NSTAGES * max(round_, 0) // self.ramp, RAMP_NSTAGES)
 
     @property
     def lane_options(self) -> LaneOptions:

@@ -38,7 +38,8 @@ static uint32_t values_dtype(uint32_t dtype)
     return dtype == AGC_DTYPE_F64 ? AGC_DTYPE_F32 : dtype;
 }
 
-struct agc_tile agc_sparse_values(const struct agc_tile *tile)
+/* The kept values as a tile of their own. */
+static struct agc_tile values_tile(const struct agc_tile *tile)
 {
     struct agc_tile values = *tile;
     values.spec = values_spec(&tile->spec);
@@ -62,11 +63,6 @@ struct agc_kept agc_sparse_scratch(const struct agc_tile *tile)
                              .value = tile->scratch + SCRATCH_STRIDE};
 }
 
-static bool is_finite(float x)
-{
-    return (agc_f32_bits(x) & 0x7f800000u) != 0x7f800000u;
-}
-
 /* residual += x, but where that is not finite. */
 static void residual_add_piece(const struct agc_tile *tile, const float *x, float *residual,
                                uint32_t first, uint32_t nelems, uint8_t *dst)
@@ -80,7 +76,7 @@ void agc_sparse_send(const struct agc_tile *tile, const void *x, uint32_t x_dtyp
                      const struct agc_kept *kept, uint8_t *dst)
 {
     const struct agc_codec *codec = values_codec(&tile->spec);
-    struct agc_tile values = agc_sparse_values(tile);
+    struct agc_tile values = values_tile(tile);
     codec->encode(&values, kept->value, AGC_DTYPE_F32, NULL, dst);
     if (!residual)
         return;
@@ -88,7 +84,7 @@ void agc_sparse_send(const struct agc_tile *tile, const void *x, uint32_t x_dtyp
     float *owed = tile->scratch + 2 * (size_t)SCRATCH_STRIDE;
     codec->decode(&values, dst, 1.0, false, owed, AGC_DTYPE_F32);
     for (uint32_t j = 0; j < values.nelems; j++)
-        owed[j] = is_finite(owed[j]) ? kept->value[j] - owed[j] : residual[kept->index[j]];
+        owed[j] = agc_f32_is_finite(owed[j]) ? kept->value[j] - owed[j] : residual[kept->index[j]];
     agc_pieces_encode(tile, x, x_dtype, residual, NULL, residual_add_piece);
     for (uint32_t j = 0; j < values.nelems; j++)
         residual[kept->index[j]] = owed[j];
@@ -123,7 +119,7 @@ static void scatter_f64(const uint32_t *index, const float *value, uint32_t nkep
 void agc_sparse_receive(const struct agc_tile *tile, const uint8_t *src, const uint32_t *index,
                         double weight, bool add, void *out, uint32_t out_dtype)
 {
-    struct agc_tile values = agc_sparse_values(tile);
+    struct agc_tile values = values_tile(tile);
     float *value = tile->scratch + 2 * (size_t)SCRATCH_STRIDE;
     uint32_t nkept = values.nelems;
     size_t elem_nbytes = agc_dtype_nbytes(out_dtype);
@@ -155,6 +151,6 @@ void agc_sparse_receive(const struct agc_tile *tile, const uint8_t *src, const u
 
 enum agc_status agc_sparse_validate(const struct agc_tile *tile, const uint8_t *src)
 {
-    struct agc_tile values = agc_sparse_values(tile);
+    struct agc_tile values = values_tile(tile);
     return values_codec(&tile->spec)->validate(&values, src);
 }

@@ -25,9 +25,6 @@ uint32_t agc_sparse_nkept(const struct agc_spec *spec, uint32_t nelems);
 /* Where the values are in a payload whose indices, if any, take nbytes each. */
 uint64_t agc_sparse_values_at(const struct agc_spec *spec, uint32_t nelems, uint32_t index_nbytes);
 
-/* The kept values as a tile of their own. */
-struct agc_tile agc_sparse_values(const struct agc_tile *tile);
-
 uint64_t agc_sparse_payload_nbytes(const struct agc_spec *spec, uint32_t dtype, uint32_t nelems,
                                    uint32_t index_nbytes);
 

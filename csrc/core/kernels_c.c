@@ -116,6 +116,19 @@ static void byte_encode(const float *x, float *residual, uint32_t nelems, uint32
                     scales, q + first);
 }
 
+/* The two ways of decoding, of one function. */
+#define DECODE_KERNELS(name)                                                                       \
+    void agc_##name##_decode_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,           \
+                               uint32_t block_nelems, float weight, float *out)                    \
+    {                                                                                              \
+        name##_decode(scales, q, nelems, block_nelems, weight, out, false);                        \
+    }                                                                                              \
+    void agc_##name##_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,       \
+                                   uint32_t block_nelems, float weight, float *out)                \
+    {                                                                                              \
+        name##_decode(scales, q, nelems, block_nelems, weight, out, true);                         \
+    }
+
 void agc_fp8_encode_c(const float *x, float *residual, uint32_t nelems, uint32_t block_nelems,
                       const struct agc_rng *rng, uint8_t *scales, uint8_t *q)
 {
@@ -133,17 +146,7 @@ static void fp8_decode(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
     }
 }
 
-void agc_fp8_decode_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
-                      uint32_t block_nelems, float weight, float *out)
-{
-    fp8_decode(scales, q, nelems, block_nelems, weight, out, false);
-}
-
-void agc_fp8_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
-                          uint32_t block_nelems, float weight, float *out)
-{
-    fp8_decode(scales, q, nelems, block_nelems, weight, out, true);
-}
+DECODE_KERNELS(fp8)
 
 void agc_int8_encode_c(const float *x, float *residual, uint32_t nelems, uint32_t block_nelems,
                        const struct agc_rng *rng, uint8_t *scales, uint8_t *q)
@@ -163,17 +166,7 @@ static void int8_decode(const uint8_t *scales, const uint8_t *q, uint32_t nelems
     }
 }
 
-void agc_int8_decode_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
-                       uint32_t block_nelems, float weight, float *out)
-{
-    int8_decode(scales, q, nelems, block_nelems, weight, out, false);
-}
-
-void agc_int8_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
-                           uint32_t block_nelems, float weight, float *out)
-{
-    int8_decode(scales, q, nelems, block_nelems, weight, out, true);
-}
+DECODE_KERNELS(int8)
 
 void agc_int4_pack_tail(const uint8_t *q, uint32_t nelems, uint32_t begin, uint8_t *dst)
 {
@@ -219,17 +212,7 @@ static void int4_decode(const uint8_t *scales, const uint8_t *q, uint32_t nelems
     }
 }
 
-void agc_int4_decode_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
-                       uint32_t block_nelems, float weight, float *out)
-{
-    int4_decode(scales, q, nelems, block_nelems, weight, out, false);
-}
-
-void agc_int4_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
-                           uint32_t block_nelems, float weight, float *out)
-{
-    int4_decode(scales, q, nelems, block_nelems, weight, out, true);
-}
+DECODE_KERNELS(int4)
 
 /* ---- ternary and sign ---- */
 
@@ -335,17 +318,7 @@ static void sign_decode(const uint8_t *scales, const uint8_t *q, uint32_t nelems
     }
 }
 
-void agc_sign_decode_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
-                       uint32_t block_nelems, float weight, float *out)
-{
-    sign_decode(scales, q, nelems, block_nelems, weight, out, false);
-}
-
-void agc_sign_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
-                           uint32_t block_nelems, float weight, float *out)
-{
-    sign_decode(scales, q, nelems, block_nelems, weight, out, true);
-}
+DECODE_KERNELS(sign)
 
 void agc_ternary_encode_tail(const float *x, float *residual, uint32_t begin, uint32_t end,
                              struct agc_magnitude m, uint8_t *q)
@@ -419,17 +392,7 @@ static void ternary_decode(const uint8_t *scales, const uint8_t *q, uint32_t nel
     }
 }
 
-void agc_ternary_decode_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
-                          uint32_t block_nelems, float weight, float *out)
-{
-    ternary_decode(scales, q, nelems, block_nelems, weight, out, false);
-}
-
-void agc_ternary_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t nelems,
-                              uint32_t block_nelems, float weight, float *out)
-{
-    ternary_decode(scales, q, nelems, block_nelems, weight, out, true);
-}
+DECODE_KERNELS(ternary)
 
 /* The three kernels of a 16-bit format differ in the two conversions alone. */
 #define HALF_KERNELS(name, from_f32, to_f32)                                                       \
@@ -441,7 +404,7 @@ void agc_ternary_decode_add_c(const uint8_t *scales, const uint8_t *q, uint32_t 
             agc_store_u16(dst + 2 * (size_t)i, h);                                                 \
             if (residual) {                                                                        \
                 float decoded = to_f32(h);                                                         \
-                if ((agc_f32_bits(decoded) & 0x7fffffffu) < 0x7f800000u)                           \
+                if (agc_f32_is_finite(decoded))                                                    \
                     residual[i] = v - decoded;                                                     \
             }                                                                                      \
         }                                                                                          \
@@ -505,7 +468,7 @@ void agc_residual_add_c(const float *x, float *residual, uint32_t nelems)
 {
     for (uint32_t i = 0; i < nelems; i++) {
         float v = x[i] + residual[i];
-        residual[i] = (agc_f32_bits(v) & 0x7fffffffu) < 0x7f800000u ? v : residual[i];
+        residual[i] = agc_f32_is_finite(v) ? v : residual[i];
     }
 }
 

@@ -95,6 +95,11 @@ AGC_HD float agc_f32_from_bits(uint32_t bits)
     return x;
 }
 
+AGC_HD int agc_f32_is_finite(float x)
+{
+    return (agc_f32_bits(x) & 0x7f800000u) != 0x7f800000u;
+}
+
 /* Little endian loads and stores from any address. Compilers turn them into one move. */
 AGC_HD uint32_t agc_load_u32(const uint8_t *p)
 {

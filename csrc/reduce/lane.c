@@ -1,6 +1,7 @@
 /* lane.c: the lanes of a bucket. */
 #include "reduce/lane.h"
 
+#include "codecs/pieces.h"
 #include "codecs/sparse.h"
 #include "core/common.h"
 #include "core/elements.h"
@@ -339,7 +340,7 @@ static void encode_with_momentum(const struct agc_lane *lane, const struct agc_l
         float *velocity = c->params[r.piece->param].velocity + r.piece_elem;
         const float *u = x + r.tile_elem;
         for (uint32_t i = 0; r.piece->live && i < r.nelems; i++)
-            velocity[i] = (agc_f32_bits(u[i]) & 0x7f800000u) != 0x7f800000u ? u[i] : velocity[i];
+            velocity[i] = agc_f32_is_finite(u[i]) ? u[i] : velocity[i];
         for (; j < nkept && kept[j] < r.tile_elem + r.nelems; j++) {
             uint32_t i = kept[j] - r.tile_elem;
             if (r.piece->live && velocity[i] == u[i]) /* not if it was not finite */
@@ -487,15 +488,14 @@ static void for_owner_residual(const struct agc_lane *lane, const struct agc_ker
                                              uint64_t piece_elem, uint32_t nelems, const float *x),
                                void *ctx)
 {
-    enum { PIECE_NELEMS = 4096 };
-    float x[PIECE_NELEMS], nranks = (float)lane->plan.nranks;
+    float x[AGC_PIECE_NELEMS], nranks = (float)lane->plan.nranks;
     for (uint64_t t = rank; lane->owner_residual.data && t < lane->plan.ntiles;
          t += lane->plan.nranks) {
         uint64_t owned = t / lane->plan.nranks * lane->plan.tile_nelems;
         struct run r = run_first(lane, t);
         do {
-            for (uint32_t done = 0; done < r.nelems; done += PIECE_NELEMS) {
-                uint32_t n = agc_min_u32(PIECE_NELEMS, r.nelems - done);
+            for (uint32_t done = 0; done < r.nelems; done += AGC_PIECE_NELEMS) {
+                uint32_t n = agc_min_u32(AGC_PIECE_NELEMS, r.nelems - done);
                 agc_residual_load(&lane->owner_residual, k, owned + r.tile_elem + done, n, x);
                 for (uint32_t i = 0; i < n; i++)
                     x[i] *= nranks;
@@ -537,7 +537,7 @@ static void add_to_residual(void *ctx, const struct agc_piece *piece, uint64_t p
 {
     struct folding *f = (struct folding *)ctx;
     struct agc_residual *residual = &f->params[piece->param].residual;
-    float sum[4096];
+    float sum[AGC_PIECE_NELEMS];
     if (!residual->data)
         return;
     agc_residual_load(residual, f->kernels, piece_elem, nelems, sum);

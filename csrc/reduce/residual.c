@@ -1,9 +1,8 @@
 /* residual.c: what a rank owes, in float or bfloat16. */
 #include "reduce/residual.h"
 
+#include "codecs/pieces.h"
 #include "core/common.h"
-
-#define PIECE_NELEMS 4096u
 
 static uint64_t elem_nbytes(const struct agc_residual *r)
 {
@@ -74,10 +73,10 @@ void agc_residual_give(struct agc_residual *r, const struct agc_kernels *k, uint
 
 double agc_residual_sum_of_squares(const struct agc_residual *r, const struct agc_kernels *k)
 {
-    float piece[PIECE_NELEMS];
+    float piece[AGC_PIECE_NELEMS];
     double sum = 0.0;
-    for (uint64_t first = 0; r->data && first < r->nelems; first += PIECE_NELEMS) {
-        uint32_t n = (uint32_t)agc_min_u64(PIECE_NELEMS, r->nelems - first);
+    for (uint64_t first = 0; r->data && first < r->nelems; first += AGC_PIECE_NELEMS) {
+        uint32_t n = (uint32_t)agc_min_u64(AGC_PIECE_NELEMS, r->nelems - first);
         agc_residual_load(r, k, first, n, piece);
         for (uint32_t i = 0; i < n; i++)
             sum += (double)piece[i] * (double)piece[i];

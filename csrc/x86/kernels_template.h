@@ -44,6 +44,15 @@ TARGET static inline VF FN(dither)(struct agc_rng rng, VI index)
     return VF_SUB(VF_MUL(VF_FROM_I32(bits), VF_SET1(0x1p-24f)), VF_SET1(0.5f));
 }
 
+/* Elements i.. as they enter the codec: gradients plus what is still owed. */
+TARGET static inline __attribute__((always_inline)) VF FN(with_residual)(const float *x,
+                                                                         const float *residual,
+                                                                         uint32_t i, bool feedback)
+{
+    VF v = VF_LOAD(x + i);
+    return feedback ? VF_ADD(v, VF_LOAD(residual + i)) : v;
+}
+
 /* One ordinary block. The two flags are constants wherever this is inlined. */
 TARGET static inline __attribute__((always_inline)) void
 FN(grid_block)(const float *x, float *residual, uint32_t n, const struct agc_rng *rng,
@@ -54,9 +63,7 @@ FN(grid_block)(const float *x, float *residual, uint32_t n, const struct agc_rng
     VI index = VI_ADD(VI_SET1(first), VI_IOTA);
     uint32_t i = 0;
     for (; i + VL <= n; i += VL) {
-        VF v = VF_LOAD(x + i);
-        if (feedback)
-            v = VF_ADD(v, VF_LOAD(residual + i));
+        VF v = FN(with_residual)(x, residual, i, feedback);
         VF steps = VF_MUL(v, inverse);
         if (stochastic) {
             steps = VF_ADD(steps, FN(dither)(*rng, index));
@@ -85,9 +92,7 @@ FN(fp8_block)(const float *x, float *residual, uint32_t n, const struct agc_rng 
     VI index = VI_ADD(VI_SET1(first), VI_IOTA);
     uint32_t i = 0;
     for (; i + VL <= n; i += VL) {
-        VF v = VF_LOAD(x + i);
-        if (feedback)
-            v = VF_ADD(v, VF_LOAD(residual + i));
+        VF v = FN(with_residual)(x, residual, i, feedback);
         VF steps = VF_MUL(v, inverse);
         VI exponent =
             VI_MAX_I32(VI_AND(VF_BITS(steps), VI_SET1(0x7f800000u)), VI_SET1(AGC_FP8_NORMAL_BITS));
@@ -308,9 +313,7 @@ FN(magnitude_sum)(const float *x, const float *residual, uint32_t n, float *v, b
         sums[u] = VF_SET1(0.0f);
     for (; i + AGC_SUM_NLANES <= n; i += AGC_SUM_NLANES) {
         for (uint32_t u = 0; u < NSUMS; u++) {
-            VF a = VF_LOAD(x + i + u * VL);
-            if (feedback)
-                a = VF_ADD(a, VF_LOAD(residual + i + u * VL));
+            VF a = FN(with_residual)(x, residual, i + u * VL, feedback);
             if (v)
                 VF_STORE(v + i + u * VL, a);
             sums[u] = VF_ADD(sums[u], VF_ABS(a));
@@ -385,9 +388,7 @@ FN(sign_encode_as)(const float *x, float *residual, uint32_t nelems, uint32_t bl
         }
         VI scale_bits = VI_SET1(agc_f32_bits(scale));
         for (; i + VL <= n; i += VL) {
-            VF v = VF_LOAD(block + i);
-            if (feedback)
-                v = VF_ADD(v, VF_LOAD(owed + i));
+            VF v = FN(with_residual)(block, owed, i, feedback);
             SIGNS_STORE(bits + i / 8, v);
             if (feedback) {
                 VI sent = VI_OR(scale_bits, VI_AND(VF_BITS(v), sign));
@@ -767,9 +768,7 @@ FN(collect)(const float *x, const float *residual, uint32_t nelems, uint32_t fir
     VI place = VI_ADD(VI_SET1(first), VI_IOTA);
     uint32_t i = 0, n = 0;
     for (; i + VL <= nelems; i += VL) {
-        VF v = VF_LOAD(x + i);
-        if (feedback)
-            v = VF_ADD(v, VF_LOAD(residual + i));
+        VF v = FN(with_residual)(x, residual, i, feedback);
         uint32_t reached = VI_MASK_GT_I32(VI_AND(VF_BITS(v), magnitude), below);
         if (AGC_UNLIKELY(reached)) {
             VI_COMPRESS_STORE(value + n, reached, VF_BITS(VF_FIX_NAN(v)));
