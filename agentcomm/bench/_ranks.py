@@ -37,7 +37,7 @@ STACKS_S = 1.0  # what a rank gets to print its stacks
 GRADIENT_NORM_MAX = 1.0
 # Shares of a training: what sparse codecs take to come down to their fraction, and what goes dense
 # before codecs of less than two bits.
-RAMP_FRAC, DENSE_FRAC = 0.2, 0.05
+RAMP_FRAC, DENSE_FRAC = 0.4, 0.1
 _spawn = multiprocessing.get_context("spawn")
 
 

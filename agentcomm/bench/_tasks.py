@@ -68,11 +68,11 @@ class Task(ABC):
         return dealt[rank:per_step:nranks]
 
     def learning_rate(self, step: int, nsteps: int) -> float:
-        """Rise linearly, then follow a cosine down to a tenth."""
+        """Rise linearly, then follow a cosine down to nothing."""
         if step < WARMUP_NSTEPS:
             return self.lr * (step + 1) / WARMUP_NSTEPS
         done_frac = (step - WARMUP_NSTEPS) / max(1, nsteps - WARMUP_NSTEPS)
-        return self.lr * (0.55 + 0.45 * math.cos(math.pi * done_frac))
+        return self.lr * (0.5 + 0.5 * math.cos(math.pi * done_frac))
 
 
 # ---- gpt -----------------------------------------------------------------------------------------
@@ -115,8 +115,8 @@ class GptTask(Task):
     name = "gpt"
     metrics = ("validation loss (nats per byte)",)
     better = "lower"
-    nsteps_default = 2000
-    batch_nitems = 16
+    nsteps_default = 4000
+    batch_nitems = 8
     lr = 1e-3
     VALIDATION_NWINDOWS = 512
     VALIDATION_BATCH_NITEMS = 32
@@ -140,8 +140,8 @@ class GptTask(Task):
         return _Gpt()
 
     def optimizer(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return AdamW."""
-        return torch.optim.AdamW(params, self.lr, (0.9, 0.95))
+        """Return AdamW with torch's defaults, betas included: docs/codecs.md, *Optimizers*."""
+        return torch.optim.AdamW(params, self.lr)
 
     def loss(self, model: nn.Module, items: Tensor) -> Tensor:
         """Return the mean cross-entropy of windows."""

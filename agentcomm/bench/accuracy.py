@@ -3,8 +3,8 @@
 Two processes of this machine train over gloo: gpt, a byte-level GPT of 0.5 M parameters on the
 source text of the standard library, and digits, a perceptron on scikit-learn's digits. For each
 seed all modes have the same data, first weights, batches and optimizer; what differs is how
-gradients travel. Sparse codecs have a ramp over the first fifth, ternary and sign a twentieth of
-dense rounds first, as docs/codecs.md advises. The table, as text and in DIR/accuracy.md, and the
+gradients travel. Sparse codecs have a ramp over two fifths of the steps, ternary and sign a tenth
+of dense rounds first, as docs/codecs.md advises. The table, as text and in DIR/accuracy.md, and the
 plot DIR/accuracy.png set the final validation loss or test accuracy against the bytes that a rank
 has sent; DIR/accuracy.json has every run with its training loss.
 """
