@@ -9,17 +9,14 @@ from typing import Any, NoReturn
 import torch
 
 from agentcomm import _core, errors
+from agentcomm._options import Lane
 from agentcomm._rendezvous import Failure, Meeting, Notices
 from agentcomm._tensors import capsule
 from agentcomm.errors import SpecError
-from agentcomm.specs import SpecTuple
 
 logger = logging.getLogger("agentcomm")
 
 LATE_S = 10.0
-
-# struct agc_lane_desc: spec, feedback, in half the memory, LaneOptions.
-Lane = tuple[SpecTuple, bool, bool, bool, float]
 
 
 class _Failed:
@@ -71,43 +68,6 @@ def _on_late(rank: int, round_: int, bucket: int, seconds: float) -> None:
         round_,
         bucket,
     )
-
-
-def chunk_log2_of(chunk_nbytes: int | str) -> int:
-    """Return log2 of a chunk size, 0 for "auto".
-
-    Raises:
-        SpecError: neither "auto" nor a number in range.
-    """
-    low, high = 1 << _core.CHUNK_LOG2_MIN, 1 << _core.CHUNK_LOG2_MAX
-    if chunk_nbytes == "auto":
-        return 0
-    if (
-        isinstance(chunk_nbytes, bool)
-        or not isinstance(chunk_nbytes, int)
-        or not low <= chunk_nbytes <= high
-    ):
-        raise SpecError(
-            f'chunk_nbytes={chunk_nbytes!r} is out of range; it must be "auto" or a number of dense'
-            " bytes in"
-            f" {low}..{high} (rounded down to a power of two)"
-        )
-    return chunk_nbytes.bit_length() - 1
-
-
-def check_timeout(timeout_s: float | None) -> None:
-    """Raise SpecError unless the timeout is None or a positive number of seconds."""
-    if timeout_s is None:
-        return
-    if (
-        isinstance(timeout_s, bool)
-        or not isinstance(timeout_s, int | float)
-        or not 0 < timeout_s < 1e8
-    ):
-        raise SpecError(
-            f"timeout_s={timeout_s!r} is out of range; it must be None or seconds"
-            " above 0 and below 1e+08"
-        )
 
 
 class Exchange:

@@ -1,21 +1,53 @@
-"""The keywords of ``attach``, and the names that its patterns match."""
+"""The keywords of ``attach``, checked. Needs no torch: the launcher checks them before it runs."""
 
-import fnmatch
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch.nn.parallel import DistributedDataParallel
-
 from agentcomm import _core
-from agentcomm._exchange import Lane, check_timeout, chunk_log2_of
-from agentcomm._tensors import as_real
 from agentcomm.errors import SpecError
-from agentcomm.specs import Codec, check_rounding, parse, suggest, with_rounding
+from agentcomm.specs import Codec, SpecTuple, check_rounding, parse, with_rounding
 
 Feedback = bool | str
+# struct agc_lane_desc: spec, feedback, in half the memory, LaneOptions.
+Lane = tuple[SpecTuple, bool, bool, bool, float]
+
+
+def chunk_log2_of(chunk_nbytes: int | str) -> int:
+    """Return log2 of a chunk size, 0 for "auto".
+
+    Raises:
+        SpecError: neither "auto" nor a number in range.
+    """
+    low, high = 1 << _core.CHUNK_LOG2_MIN, 1 << _core.CHUNK_LOG2_MAX
+    if chunk_nbytes == "auto":
+        return 0
+    if (
+        isinstance(chunk_nbytes, bool)
+        or not isinstance(chunk_nbytes, int)
+        or not low <= chunk_nbytes <= high
+    ):
+        raise SpecError(
+            f'chunk_nbytes={chunk_nbytes!r} is out of range; it must be "auto" or a number of dense'
+            " bytes in"
+            f" {low}..{high} (rounded down to a power of two)"
+        )
+    return chunk_nbytes.bit_length() - 1
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Raise SpecError unless the timeout is None or a positive number of seconds."""
+    if timeout_s is None:
+        return
+    if (
+        isinstance(timeout_s, bool)
+        or not isinstance(timeout_s, int | float)
+        or not 0 < timeout_s < 1e8
+    ):
+        raise SpecError(
+            f"timeout_s={timeout_s!r} is out of range; it must be None or seconds"
+            " above 0 and below 1e+08"
+        )
 
 
 def _check_whole(name: str, value: object, low: int, high: int) -> None:
@@ -102,28 +134,3 @@ class Options:
             "seed": self.seed,
             "name": self.name,
         }
-
-
-class Names:
-    """Names of a module's parameters; a tied parameter has several."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        if isinstance(module, DistributedDataParallel):
-            module = module.module
-        self.of: dict[int, list[str]] = {}
-        described = []
-        for name, param in module.named_parameters(remove_duplicate=False):
-            self.of.setdefault(id(param), []).append(name)
-            described.append(f"{name} {tuple(param.shape)} {param.dtype}")
-        self.all = [name for names in self.of.values() for name in names]
-        self.digest = hashlib.blake2b("\n".join(described).encode(), digest_size=8).hexdigest()
-        self.elem_nbytes_max = max(
-            (as_real(p.detach()).element_size() for p in module.parameters()), default=4
-        )
-
-    def check_patterns(self, what: str, patterns: Mapping[str, object]) -> None:
-        """Raise SpecError for a pattern that matches no name."""
-        for pattern in patterns:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in self.all):
-                near = suggest(pattern, self.all) or f"; there are {', '.join(self.all[:8])}, ..."
-                raise SpecError(f"pattern {pattern!r} in {what} matches no parameter{near}")

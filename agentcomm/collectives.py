@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 
 from agentcomm import _core
-from agentcomm._exchange import Exchange, check_timeout, chunk_log2_of
+from agentcomm._exchange import Exchange
+from agentcomm._options import check_timeout, chunk_log2_of
 from agentcomm._rendezvous import Meeting, group_timeout_s, members_of, tell_failure
 from agentcomm._tensors import as_real, check_device, dtype_id
 from agentcomm.errors import SpecError, StateError

@@ -11,8 +11,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from agentcomm._bypass import FrozenParams, warn_never_called
-from agentcomm._exchange import Exchange, chunk_log2_of
-from agentcomm._options import Feedback, Names, Options
+from agentcomm._exchange import Exchange
+from agentcomm._names import Names
+from agentcomm._options import Feedback, Options, chunk_log2_of
 from agentcomm._rendezvous import Meeting, Members, group_timeout_s, members_of, tell_failure
 from agentcomm._tensors import as_real, bucket_strides, check_device, dtype_id
 from agentcomm.errors import SpecError, StateError
