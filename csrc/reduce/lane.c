@@ -318,7 +318,9 @@ static void encode_gathered(const struct agc_lane *lane, const struct agc_lane_c
 
 /* Momentum correction and factor masking (Lin et al., "Deep Gradient Compression", 2018, equations
  * 4 to 6): the velocity u = momentum * u + gradient is what enters the codec and its residual, and
- * is forgotten where it is sent. A piece whose gradient is all zero leaves its velocity alone. */
+ * is forgotten where it is sent. Where what is sent decodes to something that is not finite,
+ * nothing arrives, and the velocity stays as it was before this gradient, as the residual does. A
+ * piece whose gradient is all zero leaves its velocity alone. */
 static void encode_with_momentum(const struct agc_lane *lane, const struct agc_lane_context *c,
                                  struct agc_tile *tile, struct run r, uint64_t t, uint8_t *dst)
 {
@@ -333,19 +335,21 @@ static void encode_with_momentum(const struct agc_lane *lane, const struct agc_l
     } while (run_next(&r, tile->nelems));
     encode_gathered(lane, c, tile, first, t, AGC_DTYPE_F32, dst);
 
+    float *sent = (float *)c->scratch->residual; /* which has been given back */
+    lane->codec->decode(tile, dst, 1.0, false, sent, AGC_DTYPE_F32);
     const uint32_t *kept = agc_sparse_scratch(tile).index;
     uint32_t nkept = agc_sparse_nkept(&tile->spec, tile->nelems), j = 0;
     r = first;
     do {
         float *velocity = c->params[r.piece->param].velocity + r.piece_elem;
-        const float *u = x + r.tile_elem;
-        for (uint32_t i = 0; r.piece->live && i < r.nelems; i++)
-            velocity[i] = agc_f32_is_finite(u[i]) ? u[i] : velocity[i];
+        float *u = x + r.tile_elem;
         for (; j < nkept && kept[j] < r.tile_elem + r.nelems; j++) {
             uint32_t i = kept[j] - r.tile_elem;
-            if (r.piece->live && velocity[i] == u[i]) /* not if it was not finite */
-                velocity[i] = 0.0f;
+            if (r.piece->live)
+                u[i] = agc_f32_is_finite(sent[kept[j]]) ? 0.0f : velocity[i];
         }
+        for (uint32_t i = 0; r.piece->live && i < r.nelems; i++)
+            velocity[i] = agc_f32_is_finite(u[i]) ? u[i] : velocity[i];
     } while (run_next(&r, tile->nelems));
 }
 

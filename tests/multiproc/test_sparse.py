@@ -25,7 +25,13 @@ class OneParameter(nn.Module):
         return x @ self.weight
 
 
-def gradients(rank, nranks, spec, nrounds, options):
+def with_nan(grad):
+    grad = grad.clone()
+    grad.view(-1)[17] = torch.nan
+    return grad
+
+
+def gradients(rank, nranks, spec, nrounds, options, nan_round=-1):
     """Return, per round, this rank's own gradient and the mean that comes out."""
     ddp, handle = wrap(OneParameter(), spec, min_compress_nelems=0, **options)
     weight = ddp.module.weight
@@ -38,7 +44,13 @@ def gradients(rank, nranks, spec, nrounds, options):
         ddp.module.zero_grad()
         loss = ddp.module(x).square().sum()
         (own,) = torch.autograd.grad(loss, weight)
-        ddp(x).square().sum().backward()
+        if number == nan_round and rank == 1:
+            own = with_nan(own)
+            hook = weight.register_hook(with_nan)
+            ddp(x).square().sum().backward()
+            hook.remove()
+        else:
+            ddp(x).square().sum().backward()
         rounds.append((own.reshape(-1), weight.grad.clone().reshape(-1)))
     return rounds, handle.residual(weight).reshape(-1)
 
@@ -68,11 +80,17 @@ def reference(results, spec, momentum):
         for rank, (own, _) in enumerate(by_rank):
             if not own.any():
                 continue
-            velocity[rank] = own + momentum * velocity[rank]
+            before = velocity[rank]
+            now = own + momentum * before
+            velocity[rank] = torch.where(now.isfinite(), now, before)
             for tile in tiles_of(spec):
-                frame = agentcomm.encode(velocity[rank][tile], spec, residual=owed[rank][tile])
-                mean[tile] += agentcomm.decode(frame) * 0.5
-                velocity[rank][tile][kept_by(frame)] = 0
+                frame = agentcomm.encode(now[tile], spec, residual=owed[rank][tile])
+                sent, kept = agentcomm.decode(frame), kept_by(frame)
+                mean[tile] += sent * 0.5
+                # What is lost leaves the velocity as it was.
+                velocity[rank][tile][kept] = torch.where(
+                    sent[kept].isfinite(), torch.zeros(len(kept)), before[tile][kept]
+                )
         yield mean
     for rank, (_, residual) in enumerate(results):
         assert torch.equal(residual, owed[rank])
@@ -80,13 +98,15 @@ def reference(results, spec, momentum):
 
 @pytest.mark.parametrize("values", ["", "+int8"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_momentum_correction_is_the_papers(momentum, values):
+@pytest.mark.parametrize("nan_round", [-1, 3])
+def test_momentum_correction_is_the_papers(momentum, values, nan_round):
     option = f"[momentum={momentum}]" if momentum else ""
-    results = run_ranks(2, gradients, f"topk:0.05{values}{option}", 6, {})
+    results = run_ranks(2, gradients, f"topk:0.05{values}{option}", 6, {}, nan_round)
     expected = reference(results, f"topk:0.05{values}", momentum)
     for number, mean in enumerate(expected):
         for rounds, _ in results:
-            assert torch.equal(rounds[number][1], mean), f"round {number}"
+            equal = torch.equal(rounds[number][1].nan_to_num(7e37), mean.nan_to_num(7e37))
+            assert equal, f"round {number}"
 
 
 def test_ramp_of_the_fraction():
