@@ -6,7 +6,7 @@ from typing import Any
 
 from agentcomm import _core
 from agentcomm.errors import SpecError
-from agentcomm.specs import Codec, SpecTuple, check_rounding, parse, with_rounding
+from agentcomm.specs import Codec, SpecTuple, check_rounding, check_whole, parse, with_rounding
 
 Feedback = bool | str
 # struct agc_lane_desc: spec, feedback, in half the memory, LaneOptions.
@@ -50,13 +50,6 @@ def check_timeout(timeout_s: float | None) -> None:
         )
 
 
-def _check_whole(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise SpecError(
-            f"{name}={value!r} is out of range; it must be a whole number in {low}..{high}"
-        )
-
-
 @dataclass(frozen=True)
 class Options:
     """The keywords of ``attach``, checked.
@@ -85,15 +78,15 @@ class Options:
         self.rule_codecs()
         chunk_log2_of(self.chunk_nbytes)
         check_timeout(self.timeout_s)
-        if self.feedback not in (True, False, "auto", "bf16"):
+        if not isinstance(self.feedback, bool) and self.feedback not in ("auto", "bf16"):
             raise SpecError(
                 f'feedback={self.feedback!r} is unknown; it must be True, False, "auto" or "bf16"'
             )
         if self.rounding is not None:
             check_rounding(self.rounding)
-        _check_whole("min_compress_nelems", self.min_compress_nelems, 0, 1 << 62)
-        _check_whole("warmup_nrounds", self.warmup_nrounds, 0, 1 << 31)
-        _check_whole("seed", self.seed, 0, (1 << 32) - 1)
+        check_whole("min_compress_nelems", self.min_compress_nelems, 0, 1 << 62)
+        check_whole("warmup_nrounds", self.warmup_nrounds, 0, 1 << 31)
+        check_whole("seed", self.seed, 0, (1 << 32) - 1)
         if self.name is not None and not isinstance(self.name, str):
             raise SpecError(f"name={self.name!r} is no text; it must be None or a text")
         if self.feedback is True and self.codec().lossless:

@@ -8,7 +8,7 @@ from agentcomm.errors import SpecError
 # enum agc_dtype
 DTYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3, torch.float64: 4}
 DTYPE_OF_ID = {number: dtype for dtype, number in DTYPES.items()}
-_SUPPORTED = "float32, float16, bfloat16, float64, complex64 and complex128 are supported"
+_SUPPORTED = "float32, float16, bfloat16, float64, complex32, complex64, complex128 are supported"
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,6 +53,19 @@ def check_device(tensor: torch.Tensor, what: str) -> None:
             f"{what} is on device {tensor.device}; this version exchanges tensors on the CPU only:"
             " move the model to the CPU, or leave this one to plain DDP"
         )
+
+
+def check_tensor(tensor: object, what: str) -> None:
+    """Raise SpecError unless it is a tensor in main memory."""
+    if not isinstance(tensor, torch.Tensor):
+        raise SpecError(f"{what} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    check_device(tensor, what)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie one after the other: not those of sparse or nested tensors."""
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and tensor.is_contiguous()
 
 
 def capsule(tensor: torch.Tensor) -> object:

@@ -10,7 +10,7 @@ from agentcomm import _core
 from agentcomm._exchange import Exchange
 from agentcomm._options import check_timeout, chunk_log2_of
 from agentcomm._rendezvous import Meeting, group_timeout_s, members_of, tell_failure
-from agentcomm._tensors import as_real, check_device, dtype_id
+from agentcomm._tensors import as_real, check_tensor, dtype_id, is_dense
 from agentcomm.errors import SpecError, StateError
 from agentcomm.specs import Codec, check_without_rounds, parse
 from agentcomm.stats import Stats
@@ -131,8 +131,8 @@ def all_reduce(
     if op not in ("mean", "sum"):
         raise SpecError(f"op={op!r} is unknown; it must be 'mean' or 'sum'")
     check_timeout(timeout_s)
-    check_device(tensor, "the tensor")
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+    check_tensor(tensor, "tensor")
+    if not is_dense(tensor):
         raise SpecError(
             "the tensor is not dense and contiguous; pass one that is, it is replaced by the result"
         )

@@ -1,13 +1,22 @@
 """Encoding and decoding of single tensors, without any communication."""
 
+import itertools
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from agentcomm import _core
-from agentcomm._tensors import DTYPE_OF_ID, as_real, capsule, check_device, dtype_id
+from agentcomm._tensors import DTYPE_OF_ID, as_real, capsule, check_tensor, dtype_id, is_dense
 from agentcomm.errors import SpecError
-from agentcomm.specs import FRAC_UNIT, Codec, check_without_rounds, codec_table, parse
+from agentcomm.specs import (
+    FRAC_UNIT,
+    Codec,
+    check_whole,
+    check_without_rounds,
+    codec_table,
+    parse,
+)
 
 
 def codecs() -> list[dict[str, Any]]:
@@ -34,19 +43,41 @@ def codecs() -> list[dict[str, Any]]:
     return table
 
 
-def _check_dense(tensor: torch.Tensor, what: str) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise SpecError(f"{what} is a {type(tensor).__name__}; it must be a torch.Tensor")
-    check_device(tensor, what)
-    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+def _check_input(tensor: torch.Tensor, what: str) -> None:
+    check_tensor(tensor, what)
+    if not is_dense(tensor):
         raise SpecError(
             f"{what} is not dense and contiguous; pass {what}.contiguous() or .to_dense()"
         )
 
 
+def _check_output(tensor: torch.Tensor, what: str) -> None:
+    """Check a tensor that is written to."""
+    check_tensor(tensor, what)
+    if not is_dense(tensor):
+        raise SpecError(
+            f"{what} is not dense and contiguous; pass a tensor that is, and copy it back"
+        )
+    if tensor.requires_grad:
+        raise SpecError(
+            f"{what} requires a gradient, and is written to in place; pass {what}.detach()"
+        )
+
+
+def _check_apart(**tensors: torch.Tensor | None) -> None:
+    """Raise SpecError if two tensors share memory: one would be written while the other is read."""
+    spans = [
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+        for name, tensor in tensors.items()
+        if tensor is not None and tensor.nbytes
+    ]
+    for (begin, end, name), (other_begin, other_end, other) in itertools.combinations(spans, 2):
+        if begin < other_end and other_begin < end:
+            raise SpecError(f"{name} and {other} share memory; pass a clone() of one of them")
+
+
 def _check_nthreads(nthreads: object) -> None:
-    if isinstance(nthreads, bool) or not isinstance(nthreads, int) or not 1 <= nthreads < 1 << 16:
-        raise SpecError(f"nthreads={nthreads} is out of range; it must be in 1..65535")
+    check_whole("nthreads", nthreads, 1, (1 << 16) - 1)
 
 
 def encode(
@@ -72,7 +103,8 @@ def encode(
         spec: the codec.
         residual: is added to the tensor before encoding and holds the loss afterwards (error
             feedback); where tensor plus residual is not finite it stays as it was.
-        out: memory for the frame; a new tensor without it.
+        out: memory for the frame; a new tensor without it. It shares no memory with tensor or
+            residual, nor do these.
         nthreads: threads to use at most, each for at least two tiles of 65,536 elements; they
             change the time and never the bytes.
         seed: of the random numbers of stochastic rounding.
@@ -82,11 +114,12 @@ def encode(
         The frame; a view of ``out`` if that was given.
 
     Raises:
-        SpecError: a spec, shape, device or data type that does not fit.
-        FrameError: ``out`` is too small.
+        SpecError: a spec, shape, device or data type that does not fit, ``out`` being too small,
+            tensors that share memory.
 
     Determinism:
-        The same arguments give the same bytes on every machine.
+        The same arguments give the same bytes on every machine. (The one exception: where ``raw``
+        adds a residual that is not finite itself to a float32, the bits of a NaN are the CPU's.)
 
     Example:
         >>> frame = encode(torch.ones(1000), "int8")
@@ -96,13 +129,14 @@ def encode(
     codec = parse(spec)
     check_without_rounds(codec)
     _check_nthreads(nthreads)
-    if not isinstance(seed, int) or not 0 <= seed < 1 << 32:
-        raise SpecError(f"seed={seed} is out of range; it must be in 0..2^32-1")
-    _check_dense(tensor, "tensor")
+    check_whole("seed", seed, 0, (1 << 32) - 1)
+    if not isinstance(checksum, bool):
+        raise SpecError(f"checksum={checksum!r} is unknown; it must be True or False")
+    _check_input(tensor, "tensor")
     real = as_real(tensor)
     nbytes = _core.frame_nbytes(codec.to_tuple(), dtype_id(real.dtype), real.numel(), checksum)
     if residual is not None:
-        _check_dense(residual, "residual")
+        _check_output(residual, "residual")
         if residual.dtype != torch.float32 or residual.numel() != real.numel():
             raise SpecError(
                 f"residual is {residual.numel()} x {residual.dtype}; it must be {real.numel()} x"
@@ -115,11 +149,12 @@ def encode(
     if out is None:
         out = torch.empty(nbytes, dtype=torch.uint8)
     else:
-        _check_dense(out, "out")
+        _check_output(out, "out")
         if out.dtype != torch.uint8 or out.numel() < nbytes:
             raise SpecError(
                 f"out is {out.numel()} x {out.dtype}; the frame needs {nbytes} x torch.uint8"
             )
+    _check_apart(tensor=real, residual=residual, out=out)
     _core.encode(
         codec.to_tuple(),
         capsule(real),
@@ -129,6 +164,9 @@ def encode(
         capsule(out.view(-1)),
         nthreads,
     )
+    for written in (residual, out):
+        if written is not None:
+            increment_version(written)
     return out.view(-1)[:nbytes]
 
 
@@ -146,14 +184,17 @@ def decode(
         returns: out, or (nelems,) of the frame's data type.
 
     Args:
-        frame: what ``encode`` returned; need not be trusted.
-        out: where to decode to; may have another data type than the frame.
+        frame: what ``encode`` returned; need not be trusted. But a short frame may hold many
+            elements (``randk`` up to 16,384 per byte): pass ``out`` to limit what is allocated.
+        out: where to decode to; may have another data type than the frame, and shares no memory
+            with it.
         add: add to what out holds.
         nthreads: as in ``encode``.
 
     Raises:
         FrameError: the frame is cut short, damaged or of another version. ``out`` is as it was.
         SpecError: ``out`` does not fit, or ``add`` without ``out``.
+        RuntimeError: torch's, if there is no memory for so many elements.
 
     Determinism:
         The same frame gives the same bits on every machine.
@@ -163,7 +204,7 @@ def decode(
         tensor([ 1.0079, -2.0000,  0.0000])
     """
     _check_nthreads(nthreads)
-    _check_dense(frame, "frame")
+    _check_input(frame, "frame")
     if frame.dtype != torch.uint8:
         raise SpecError(f"frame is {frame.dtype}; a frame is a tensor of torch.uint8")
     packed = capsule(frame.view(-1))
@@ -172,10 +213,12 @@ def decode(
         if add:
             raise SpecError("add=True needs out=, the tensor to add to")
         out = torch.empty(info["nelems"], dtype=DTYPE_OF_ID[info["dtype"]])
-    _check_dense(out, "out")
+    _check_output(out, "out")
     real = as_real(out)
     dtype_id(real.dtype)
     if real.numel() != info["nelems"]:
         raise SpecError(f"out has {real.numel()} elements; the frame holds {info['nelems']}")
+    _check_apart(frame=frame, out=real)
     _core.decode(packed, capsule(real), add, nthreads)
+    increment_version(out)
     return out

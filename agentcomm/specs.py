@@ -18,6 +18,8 @@ ROUNDINGS = ("nearest", "stochastic")
 SCOPES = ("tile", "tensor")
 FRAC_UNIT = 10**9
 RAMP_NSTAGES = 4
+MOMENTUM_MAX = 0.9999  # float32's steps below 1 are 6e-8
+ROUNDS_MAX = 1 << 31
 
 # (codec id, block, rounding, kept fraction in 10^-9, codec id of the values): struct agc_spec.
 SpecTuple = tuple[int, int, int, int, int]
@@ -190,13 +192,22 @@ class Ternary(RoundingCodec):
 
     Magnitudes above three quarters of the block's mean one are sent as the mean s of those; with
     rounding="stochastic" s is the largest, and an element is sent with probability
-    abs(x) / s. Use it with error feedback. Options as in ``RoundingCodec``.
+    abs(x) / s. Use the former with error feedback, the latter without, as ``feedback="auto"`` does.
+    Options as in ``RoundingCodec``.
 
     Source:
         Li, Zhang, Liu, "Ternary Weight Networks" (2016); Wen et al., "TernGrad" (2017).
     """
 
     name: ClassVar[str] = "ternary"
+
+    @property
+    def feedback_default(self) -> bool:
+        """Whether ``feedback="auto"`` keeps a residual: not with stochastic rounding.
+
+        Its error is larger than what it sends, so that a residual would grow without bound.
+        """
+        return self.rounding == "nearest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,16 +276,10 @@ class SparseCodec(Codec):
             )
         check_block(self.block)
         check_rounding(self.rounding)
-        if not isinstance(self.momentum, int | float) or not 0 <= self.momentum < 1:
-            raise SpecError(
-                f"momentum={self.momentum!r} is out of range; it must be at least 0 and below 1,"
-                " for example momentum=0.9"
-            )
-        if isinstance(self.ramp, bool) or not isinstance(self.ramp, int) or self.ramp < 0:
-            raise SpecError(
-                f"ramp={self.ramp!r} is out of range; it must be a whole number of rounds, at least"
-                " 0"
-            )
+        must = f"a number in 0..{MOMENTUM_MAX}, for example momentum=0.9"
+        if not 0 <= _check_type("momentum", self.momentum, int | float, must) <= MOMENTUM_MAX:
+            raise SpecError(f"momentum={self.momentum!r} is out of range; it must be {must}")
+        check_whole("ramp", self.ramp, 0, ROUNDS_MAX)
         row = codec_table()[self.values]
         if self.block != BLOCK_DEFAULT and not row["block_nelems"]:
             raise SpecError(f"block={self.block} with values={self.values!r}: these have no blocks")
@@ -385,29 +390,61 @@ CODECS: dict[str, type[Codec]] = {
 }
 
 
+def _check_type(name: str, value: object, wanted: Any, must: str) -> Any:
+    """Return the value, if its type is what is wanted.
+
+    Raises:
+        SpecError: it is something else, though it may look like a number; ``must`` says what it
+            must be.
+    """
+    if isinstance(value, bool) or not isinstance(value, wanted):
+        kind = type(value)
+        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+        raise SpecError(
+            f"{name}={_short(value)} is a {module}{kind.__qualname__}; it must be {must}"
+        )
+    return value
+
+
+def _short(value: object) -> str:
+    """Return a value as an error shows it: a number of thousands of digits helps nobody."""
+    try:
+        text = repr(value)
+    except ValueError:  # more digits than Python writes
+        text = "a number of thousands of digits"
+    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
+
+
+def check_whole(name: str, value: object, low: int, high: int) -> None:
+    """Raise SpecError unless the value is a whole number in a range."""
+    must = f"a whole number in {low}..{high}"
+    if not low <= _check_type(name, value, int, must) <= high:
+        raise SpecError(f"{name}={_short(value)} is out of range; it must be {must}")
+
+
 def check_keep_frac(frac: object) -> int:
     """Return a fraction in parts of 10^9.
 
     Raises:
         SpecError: it is not above 0 and at most 1.
     """
-    number = frac if isinstance(frac, int | float) and not isinstance(frac, bool) else 0
+    must = (
+        "above 0 and at most 1, in steps of 10^-9, for example 'topk:0.01' for one element in a"
+        " hundred"
+    )
+    number = _check_type("keep_frac", frac, int | float, must)
     frac_e9 = round(number * FRAC_UNIT) if 0 < number <= 1 else 0
     if frac_e9 == 0:
-        raise SpecError(
-            f"keep_frac={frac!r} is out of range; it must be above 0 and at most 1, in steps of"
-            " 10^-9, for example 'topk:0.01' for one element in a hundred"
-        )
+        raise SpecError(f"keep_frac={frac!r} is out of range; it must be {must}")
     return frac_e9
 
 
 def check_block(block: object) -> None:
     """Raise SpecError unless block is a power of two in 32..4096."""
-    if not isinstance(block, int) or not BLOCK_MIN <= block <= BLOCK_MAX or block & (block - 1):
-        raise SpecError(
-            f"block={block!r} is out of range; it must be a power of two in"
-            f" {BLOCK_MIN}..{BLOCK_MAX}, for example block={BLOCK_DEFAULT}"
-        )
+    must = f"a power of two in {BLOCK_MIN}..{BLOCK_MAX}, for example block={BLOCK_DEFAULT}"
+    number = _check_type("block", block, int, must)
+    if not BLOCK_MIN <= number <= BLOCK_MAX or number & (number - 1):
+        raise SpecError(f"block={_short(block)} is out of range; it must be {must}")
 
 
 def check_rounding(rounding: object) -> None:
@@ -418,10 +455,12 @@ def check_rounding(rounding: object) -> None:
 
 def suggest(word: str, known: list[str]) -> str:
     """Return " (did you mean ...?)" for the nearest known words, "" if none is near."""
-    near = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(word.lower(), known, n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 
+_WHOLE = re.compile(r"-?[0-9]+")
+_NUMBER = re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _SPEC = re.compile(
     r"\s*(?P<name>[A-Za-z]\w*)\s*(?::\s*(?P<frac>[^\[\]+]*?)\s*)?(?:\+\s*(?P<values>[^\[\]]*?)\s*)?"
     r"(?:\[(?P<options>[^\[\]]*)\])?\s*"
@@ -486,13 +525,13 @@ def _sparse_arguments(cls: type[SparseCodec], spec: str, match: re.Match[str]) -
             f"{spec!r} does not say which fraction is kept; write {cls.name}:FRAC, for example"
             f" '{cls.name}:0.01' for one element in a hundred"
         )
-    try:
+    if isinstance(options["keep_frac"], str):
+        if not _NUMBER.fullmatch(options["keep_frac"]):
+            raise SpecError(
+                f"{options['keep_frac']!r} in spec {spec!r} is no number; write {cls.name}:FRAC"
+                f" with a fraction above 0 and at most 1, for example '{cls.name}:0.01'"
+            )
         options["keep_frac"] = float(options["keep_frac"])
-    except ValueError:
-        raise SpecError(
-            f"{options['keep_frac']!r} in spec {spec!r} is no number; write {cls.name}:FRAC with a"
-            f" fraction above 0 and at most 1, for example '{cls.name}:0.01'"
-        ) from None
     return options
 
 
@@ -504,6 +543,8 @@ def _options(cls: type[Codec], spec: str, text: str) -> dict[str, Any]:
         key, _, value = (part.strip() for part in item.partition("="))
         if key in known and not value:
             raise SpecError(f"{item!r} in spec {spec!r} has no value; write {key}=VALUE")
+        if key not in known and _WHOLE.fullmatch(item) and "block" in known:
+            raise SpecError(f"{item!r} in spec {spec!r} is no option; write block={item}")
         if key not in known:
             there_are = f"there are {', '.join(known)}" if known else f"{cls.name} has none"
             raise SpecError(
@@ -512,14 +553,23 @@ def _options(cls: type[Codec], spec: str, text: str) -> dict[str, Any]:
         if key in options:
             raise SpecError(f"option {key!r} stands twice in spec {spec!r}")
         if known[key] in (int, float):
-            try:
-                options[key] = int(value) if known[key] is int else float(value)
-            except ValueError:
-                number = "whole number" if known[key] is int else "number"
-                raise SpecError(f"{item!r} in spec {spec!r}: {key} must be a {number}") from None
+            options[key] = _number(key, value, known[key] is int, spec)
         else:
             options[key] = value
     return options
+
+
+def _number(key: str, text: str, is_whole: bool, spec: str) -> int | float:
+    """Read a number as people write it, and not all that Python takes for one (1_0, infinity)."""
+    if not (_WHOLE if is_whole else _NUMBER).fullmatch(text):
+        what = "whole number" if is_whole else "number"
+        raise SpecError(f"{_short(f'{key}={text}')} in spec {_short(spec)}: {key} must be a {what}")
+    try:
+        return int(text) if is_whole else float(text)
+    except ValueError:  # more digits than Python reads
+        raise SpecError(
+            f"{key}={_short(text)} is out of range: it has {len(text)} digits"
+        ) from None
 
 
 def check_without_rounds(codec: Codec) -> None:
@@ -532,7 +582,7 @@ def check_without_rounds(codec: Codec) -> None:
 
 
 def with_rounding(codec: Codec, rounding: str | None) -> Codec:
-    """Return the codec with another rounding, if it rounds at all and its spec does not say how."""
+    """Return the codec with another rounding, if it can round so and its spec asks for nothing."""
     if rounding is None or getattr(codec, "rounding", None) != "nearest":
         return codec
     if isinstance(codec, SparseCodec) and not codec_table()[codec.values]["stochastic"]:

@@ -782,9 +782,9 @@ def test_encode_refuses(arguments, message):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"nthreads": 0}, "nthreads=0 is out of range; it must be in 1..65535"),
-        ({"seed": -1}, "seed=-1 is out of range; it must be in 0..2^32-1"),
-        ({"seed": 1 << 32}, "seed=4294967296 is out of range; it must be in 0..2^32-1"),
+        ({"nthreads": 0}, "nthreads=0"),
+        ({"seed": -1}, "seed=-1 is out of range; it must be a whole number in 0..4294967295"),
+        ({"seed": 1 << 32}, "seed=4294967296 is out of range; it must be a whole number in 0..4294967295"),
         (
             {"residual": torch.zeros(99)},
             "residual is 99 x torch.float32; it must be 100 x torch.float32",
@@ -803,6 +803,8 @@ def test_encode_refuses(arguments, message):
             "out is 500 x torch.float32; the frame needs 180 x torch.uint8",
         ),
         ({"out": torch.zeros(600, dtype=torch.uint8)[::2]}, "out is not dense and contiguous"),
+        ({"nthreads": "2"}, "nthreads='2' is a str; it must be a whole number in 1..65535"),
+        ({"seed": True}, "seed=True is a bool; it must be a whole number in 0..4294967295"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -837,6 +839,70 @@ def test_decode_refuses(keywords, message):
     frame = agentcomm.encode(F, "int8")
     with pytest.raises(agentcomm.SpecError, match=re.escape(message)):
         agentcomm.decode(frame, **keywords)
+
+
+def shared_memory():
+    """Calls whose tensors share memory, and the names of two that do."""
+    x, y = torch.randn(1000), torch.empty(4096)
+    frame = agentcomm.encode(x, "int8")
+    buffer = torch.empty(5000)
+    buffer.view(torch.uint8)[: len(frame)] = frame
+    yield lambda: agentcomm.encode(x, "int8", out=x.view(torch.uint8)), "tensor and out"
+    yield lambda: agentcomm.encode(x, "int8", residual=x), "tensor and residual"
+    yield lambda: agentcomm.encode(y[1:1001], "int8", residual=y[:1000]), "tensor and residual"
+    residual, out = y[:1000], y[999:].view(torch.uint8)
+    yield lambda: agentcomm.encode(x, "int8", residual=residual, out=out), "residual and out"
+    yield lambda: agentcomm.decode(buffer.view(torch.uint8), out=buffer[:1000]), "frame and out"
+    yield lambda: agentcomm.decode(buffer.view(torch.uint8), out=buffer[4000:]), "frame and out"
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_shared_memory_is_refused(number):
+    call, names = list(shared_memory())[number]
+    with pytest.raises(agentcomm.SpecError, match=f"{names} share memory; pass a clone"):
+        call()
+
+
+def test_neighbours_share_no_memory():
+    memory = torch.randn(3000)
+    tensor, residual, out = memory[:1000], memory[1000:2000].zero_(), memory[2000:]
+    frame = agentcomm.encode(tensor, "int8", residual=residual, out=out.view(torch.uint8))
+    assert torch.equal(frame, agentcomm.encode(tensor, "int8"))
+
+
+def test_autograd_sees_what_is_written():
+    weight, factor = torch.ones(3, requires_grad=True), torch.ones(3)
+    loss = (weight * factor).sum()
+    agentcomm.decode(agentcomm.encode(torch.full((3,), 9.0), "raw"), out=factor)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    residual = torch.zeros(3)
+    before = residual._version
+    agentcomm.encode(torch.ones(3), "int8", residual=residual)
+    assert residual._version > before
+
+
+def test_leaves_are_not_written_to():
+    leaf = torch.zeros(3, requires_grad=True)
+    frame = agentcomm.encode(torch.ones(3), "raw")
+    with pytest.raises(agentcomm.SpecError, match=r"out requires a gradient.*pass out\.detach\(\)"):
+        agentcomm.decode(frame, out=leaf)
+    with pytest.raises(agentcomm.SpecError, match="residual requires a gradient"):
+        agentcomm.encode(torch.ones(3), "int8", residual=leaf)
+
+
+def test_outputs_with_gaps_are_to_be_copied_back():
+    gaps = torch.zeros(2000)[::2]
+    for keywords in ({"residual": gaps}, {"out": gaps}):
+        with pytest.raises(agentcomm.SpecError, match="pass a tensor that is, and copy it back"):
+            agentcomm.encode(torch.ones(1000), "int8", **keywords)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_nested_tensors_are_refused():
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(agentcomm.SpecError, match="tensor is not dense"):
+        agentcomm.encode(nested, "int8")
 
 
 def test_decode_wants_bytes():

@@ -39,6 +39,7 @@ WRONG = {
         ("yes", 'feedback=\'yes\' is unknown; it must be True, False, "auto" or "bf16"'),
         (None, 'feedback=None is unknown; it must be True, False, "auto" or "bf16"'),
         (2, 'feedback=2 is unknown; it must be True, False, "auto" or "bf16"'),
+        (1, 'feedback=1 is unknown; it must be True, False, "auto" or "bf16"'),
     ],
     "rules": [
         (
@@ -54,9 +55,9 @@ WRONG = {
             "min_compress_nelems=-1 is out of range; it must be a whole number in"
             " 0..4611686018427387904",
         ),
-        (1.5, "min_compress_nelems=1.5 is out of range; it must be a whole number"),
-        ("many", "min_compress_nelems='many' is out of range; it must be a whole number"),
-        (True, "min_compress_nelems=True is out of range; it must be a whole number"),
+        (1.5, "min_compress_nelems=1.5 is a float; it must be a whole number"),
+        ("many", "min_compress_nelems='many' is a str; it must be a whole number"),
+        (True, "min_compress_nelems=True is a bool; it must be a whole number"),
     ],
     "warmup_nrounds": [
         (-1, "warmup_nrounds=-1 is out of range; it must be a whole number in 0..2147483648"),
@@ -64,8 +65,8 @@ WRONG = {
             2**31 + 1,
             "warmup_nrounds=2147483649 is out of range; it must be a whole number in 0..2147483648",
         ),
-        (0.5, "warmup_nrounds=0.5 is out of range; it must be a whole number"),
-        (None, "warmup_nrounds=None is out of range; it must be a whole number"),
+        (0.5, "warmup_nrounds=0.5 is a float; it must be a whole number"),
+        (None, "warmup_nrounds=None is a NoneType; it must be a whole number"),
     ],
     "rounding": [
         ("up", "rounding='up' is unknown; it must be 'nearest' or 'stochastic'"),
@@ -75,8 +76,8 @@ WRONG = {
     "seed": [
         (-1, "seed=-1 is out of range; it must be a whole number in 0..4294967295"),
         (2**32, "seed=4294967296 is out of range; it must be a whole number in 0..4294967295"),
-        (None, "seed=None is out of range; it must be a whole number in 0..4294967295"),
-        ("0", "seed='0' is out of range; it must be a whole number in 0..4294967295"),
+        (None, "seed=None is a NoneType; it must be a whole number in 0..4294967295"),
+        ("0", "seed='0' is a str; it must be a whole number in 0..4294967295"),
     ],
     "timeout_s": [
         (0, f"timeout_s=0 is out of range; {SECONDS}"),

@@ -7,6 +7,7 @@ import importlib
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,8 +108,8 @@ def test_parse(text, codec, printed):
         ("topk:2", "keep_frac=2.0 is out of range; it must be above 0 and at most 1"),
         ("topk:-0.1", "keep_frac=-0.1 is out of range"),
         ("topk:1e-10", "keep_frac=1e-10 is out of range"),
-        ("topk:nan", "keep_frac=nan is out of range"),
-        ("topk:inf", "keep_frac=inf is out of range"),
+        ("topk:nan", "'nan' in spec 'topk:nan' is no number"),
+        ("topk:inf", "'inf' in spec 'topk:inf' is no number"),
         (
             "topk:0.01+int9",
             "values='int9' is unknown; topk sends values as raw, fp16, fp8, int8, int4, sign, for"
@@ -122,10 +123,10 @@ def test_parse(text, codec, printed):
         ("topk:0.01+sign[rounding=stochastic]", "rounding='stochastic' with values='sign': these"),
         ("topk:0.01[scope=layer]", "scope='layer' is unknown; it must be 'tile' or 'tensor'"),
         ("randk:0.01[scope=tile]", "'scope=tile' in spec 'randk:0.01[scope=tile]' is no option"),
-        ("topk:0.01[momentum=1]", "momentum=1.0 is out of range; it must be at least 0 and below"),
-        ("topk:0.01[momentum=nan]", "momentum=nan is out of range"),
+        ("topk:0.01[momentum=1]", "momentum=1.0 is out of range; it must be a number in 0..0.9999"),
+        ("topk:0.01[momentum=nan]", "momentum must be a number"),
         ("topk:0.01[momentum=much]", "momentum must be a number"),
-        ("topk:0.01[ramp=-1]", "ramp=-1 is out of range; it must be a whole number of rounds"),
+        ("topk:0.01[ramp=-1]", "ramp=-1 is out of range; it must be a whole number in 0.."),
         ("topk:0.01[ramp=0.5]", "ramp must be a whole number"),
         (
             "int8:0.5",
@@ -144,7 +145,7 @@ def test_parse(text, codec, printed):
             "'blocks=128' in spec 'int8[blocks=128]' is no option; there are block, rounding"
             " (did you mean 'block'?)",
         ),
-        ("int8[128]", "'128' in spec 'int8[128]' is no option; there are block, rounding"),
+        ("int8[128]", "'128' in spec 'int8[128]' is no option; write block=128"),
         ("int8[block]", "'block' in spec 'int8[block]' has no value; write block=VALUE"),
         ("int8[block=]", "'block=' in spec 'int8[block=]' has no value; write block=VALUE"),
         ("raw[block=128]", "'block=128' in spec 'raw[block=128]' is no option; raw has none"),
@@ -177,9 +178,9 @@ def test_parse_shows_what_would_be_right(spec, message):
 
 @pytest.mark.parametrize("block", [0, 16, 33, 8192, -32, 2**40, 128.0, "128", None, True])
 def test_int8_checks_its_block(block):
-    with pytest.raises(
-        agentcomm.SpecError, match=re.escape(f"block={block!r} is out of range; it must be a power")
-    ):
+    wrong = "out of range" if type(block) is int else f"a {type(block).__name__}"
+    expected = re.escape(f"block={block!r} is {wrong}; it must be a power")
+    with pytest.raises(agentcomm.SpecError, match=expected):
         Int8(block=block)
 
 
@@ -242,8 +243,39 @@ def test_core_is_told_of_fraction_and_values():
 
 @pytest.mark.parametrize("frac", [0, -1, 1.5, 4e-10, float("nan"), "0.1", None, True])
 def test_topk_checks_its_fraction(frac):
-    with pytest.raises(agentcomm.SpecError, match=re.escape(f"keep_frac={frac!r} is out of range")):
+    wrong = "out of range" if type(frac) in (int, float) else f"a {type(frac).__name__}"
+    with pytest.raises(agentcomm.SpecError, match=re.escape(f"keep_frac={frac!r} is {wrong}")):
         TopK(frac)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("topk:0_1", "'0_1' in spec 'topk:0_1' is no number"),
+        ("topk:\u0660.\u0661", "is no number"),
+        ("int8[block=\u0662\u0665\u0666]", "block must be a whole number"),
+        ("int8[block=2_5_6]", "block must be a whole number"),
+        ("int8[block=+256]", "block must be a whole number"),
+        ("INT8", "(did you mean 'int8'"),
+        ("topk:0.01+INT8", "(did you mean 'int8'"),
+        (f"int8[block={'1' * 5000}]", "is out of range: it has 5000 digits"),
+    ],
+)
+def test_numbers_and_names_are_what_people_write(spec, message):
+    with pytest.raises(agentcomm.SpecError, match=re.escape(message)) as caught:
+        parse(spec)
+    assert len(str(caught.value)) < 400
+
+
+def test_numbers_of_numpy_are_told_from_pythons():
+    for make in (lambda n: Int8(block=n), lambda n: TopK(0.1, ramp=n)):
+        with pytest.raises(agentcomm.SpecError, match=r"int64\(128\) is a numpy\.int64; it must"):
+            make(np.int64(128))
+
+
+def test_a_residual_would_not_help_stochastic_ternary():
+    assert parse("ternary").feedback_default
+    assert not parse("ternary[rounding=stochastic]").feedback_default
 
 
 @pytest.mark.parametrize("option", ["momentum=0.5", "ramp=9"])
