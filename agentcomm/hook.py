@@ -2,7 +2,7 @@
 
 import fnmatch
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -62,11 +62,12 @@ class Handle:
         self._options = options
         self._codec = options.codec()
         self._rules = options.rule_codecs()
+        self._codec_begin = 0  # the round after the warm-up in which its ramp begins
+        self._round = 0
         self._note_ramps()
         self._names = None if module is None else Names(module)
         self._ddp = weakref.ref(module) if isinstance(module, DistributedDataParallel) else None
         self._members: Members = members_of(group)
-        self._round = 0
         self._last_index = -1  # of this round's buckets; -1: it has not begun
         self._nforwards = 0
         self._epoch = 0  # counts changes of codec
@@ -133,13 +134,15 @@ class Handle:
         """Use another codec for the parameters that no rule names, from the next round on.
 
         The same call must be made on every rank between the same two rounds. What the residuals
-        hold is kept; a lossless codec sends it along and clears it.
+        hold is kept; a lossless codec sends it along and clears it. A ramp of the new codec begins
+        here.
 
         Raises:
             SpecError: the spec is wrong. StateError: the handle is closed.
         """
         self._check_open()
         self._codec = with_rounding(parse(spec), self._options.rounding)
+        self._codec_begin = max(self._round - self._options.warmup_nrounds, 0)
         self._note_ramps()
         self._epoch += 1
 
@@ -241,11 +244,15 @@ class Handle:
         """Return what changes when the codecs do: with the warm-up's end, and along a ramp."""
         if since < 0:
             return "warm-up"
-        return tuple(codec.ramp_stage(since) for codec in self._ramped)
+        return tuple(codec.ramp_stage(since - begin) for codec, begin in self._ramped)
 
     def _note_ramps(self) -> None:
-        codecs = (self._codec, *self._rules.values())
-        self._ramped = [codec for codec in codecs if isinstance(codec, SparseCodec) and codec.ramp]
+        codecs = [(self._codec, self._codec_begin), *((codec, 0) for codec in self._rules.values())]
+        self._ramped = [
+            (codec, begin)
+            for codec, begin in codecs
+            if isinstance(codec, SparseCodec) and codec.ramp
+        ]
 
     def _look_for_frozen(self) -> None:
         """Note in the first round, when all buckets are known, and check in every one."""
@@ -295,7 +302,8 @@ class Handle:
             nelems = as_real(param.detach()).numel()
             total += nelems
             numbers.append(self._param_number(param, nelems))
-            codec = _RAW if since < 0 else self._codec_of(param, nelems).at_round(since)
+            codec, begin = self._codec_of(param, nelems)
+            codec = _RAW if since < 0 else codec.at_round(since - begin)
             lane = self._options.lane(codec)
             if lane not in lanes:
                 lanes.append(lane)
@@ -323,12 +331,14 @@ class Handle:
         self._params[id(param)] = (weakref.ref(param), number)
         return number
 
-    def _codec_of(self, param: torch.Tensor, nelems: int) -> Codec:
+    def _codec_of(self, param: torch.Tensor, nelems: int) -> tuple[Codec, int]:
+        """Return a parameter's codec, and the round after the warm-up in which it began."""
         names = [] if self._names is None else self._names.of.get(id(param), [])
         for pattern, codec in self._rules.items():
             if any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                return codec
-        return self._codec if nelems >= self._options.min_compress_nelems else _RAW
+                return codec, 0
+        is_small = nelems < self._options.min_compress_nelems
+        return (_RAW, 0) if is_small else (self._codec, self._codec_begin)
 
     def residual(self, param: torch.Tensor) -> torch.Tensor:
         """Return a copy of what this rank owes of a parameter (error feedback).
@@ -386,7 +396,9 @@ class HookState:
         self._module = module
         self._group = group
         self._handle: Handle | None = None
+        self._delegate: tuple[object, Callable[..., Any]] | None = None
         self.was_called = False
+        self.after_round: Callable[[], None] | None = None
 
     @property
     def handle(self) -> Handle:
@@ -405,6 +417,15 @@ class HookState:
             self._handle.close()
         self._handle = handle
 
+    def delegate(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let another hook do the work from now on: a collective, since the handle is closed.
+
+        torch lets a DDP have one hook, for good; so this one stays, and calls the other.
+        """
+        self._delegate = (state, hook)
+        if self._handle is not None:
+            self._handle.close()
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: the handle and the group."""
         return {
@@ -412,12 +433,18 @@ class HookState:
             "_module": None,
             "_group": None,
             "_handle": None,
+            "_delegate": None,
             "was_called": False,
+            "after_round": None,
         }
 
     def exchange(self, bucket: GradBucket | _Gradient) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; connect first if need be."""
         self.was_called = True
+        if self._delegate is not None:
+            state, hook = self._delegate
+            delegated: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+            return delegated
         handle = self._handle
         if handle is None:
             handle = self._handle = _make_handle(self.options, self._module, self._group)
@@ -431,7 +458,10 @@ class HookState:
             return _done_future(grad)
         if handle.closed:
             return _dense_allreduce(self._open_group(), bucket.buffer())
-        return handle.exchange(bucket)
+        future = handle.exchange(bucket)
+        if self.after_round is not None and bucket.is_last():
+            self.after_round()
+        return future
 
     def _open_group(self) -> dist.ProcessGroup:
         group = self._group if self._group is not None else dist.group.WORLD
@@ -511,7 +541,8 @@ def attach(
             ``ddp.module.named_parameters()`` has it; the first match wins.
         min_compress_nelems: smaller parameters that no rule names go raw.
         warmup_nrounds: the first rounds go raw.
-        rounding: "stochastic" or "nearest" for codecs that round and whose spec does not say.
+        rounding: "stochastic": all codecs that can round so do it, those with ``rounding=nearest``
+            too, which is the default and the same as saying nothing. "nearest": as the specs say.
         seed: of stochastic rounding.
         timeout_s: seconds until a silent rank is an error; None: the group's timeout.
         group: must be the DDP's group if given.
@@ -567,6 +598,11 @@ def attach(
         weakref.finalize(ddp, _close_state, weakref.ref(state))
     state.bind(handle)
     return handle
+
+
+def state_of(ddp: DistributedDataParallel) -> HookState | None:
+    """Return the state that ``attach`` has registered with a DDP, None before."""
+    return _states.get(ddp)
 
 
 def _checked_rules(rules: object) -> dict[str, str | Codec]:

@@ -126,6 +126,26 @@ def test_ramp_of_the_fraction():
     assert codec.at_round(8).ramp == 0
 
 
+def kept_after_set_codec(rank, nranks):
+    ddp, handle = wrap(OneParameter(), "topk:0.5", min_compress_nelems=0, warmup_nrounds=1)
+    nkept = []
+    for number in range(12):
+        if number == 3:
+            handle.set_codec("topk:0.01[ramp=8]")
+        ddp.zero_grad()
+        ddp(batch(0, number, WIDTH)).square().sum().backward()  # the same on both ranks
+        nkept.append(int((ddp.module.weight.grad != 0).sum()))
+    return nkept
+
+
+def test_a_ramp_begins_where_set_codec_was_called():
+    nkept, other = run_ranks(2, kept_after_set_codec)
+    assert nkept == other
+    fractions = [0.01 ** (stage / 5) for stage in (1, 1, 2, 2, 3, 3, 4, 4)] + [0.01]
+    for n, frac in zip(nkept[3:], fractions, strict=True):
+        assert frac * NELEMS <= n < frac * NELEMS + 2
+
+
 def layers_of_two_sizes(rank, nranks, spec):
     """The first layer's gradients are a thousand times those of the second."""
     ddp, _ = wrap(mlp(32, 32, 40), spec, min_compress_nelems=0)
