@@ -784,7 +784,7 @@ def test_encode_refuses(arguments, message):
     [
         ({"nthreads": 0}, "nthreads=0"),
         ({"seed": -1}, "seed=-1 is out of range; it must be a whole number in 0..4294967295"),
-        ({"seed": 1 << 32}, "seed=4294967296 is out of range; it must be a whole number in 0..4294967295"),
+        ({"seed": 1 << 32}, "seed=4294967296 is out of range; it must be a whole number"),
         (
             {"residual": torch.zeros(99)},
             "residual is 99 x torch.float32; it must be 100 x torch.float32",
