@@ -529,7 +529,8 @@ def attach(
     """Send a DDP module's gradients compressed: a collective of the DDP's group.
 
     Args:
-        ddp: the module; its parameters on the CPU.
+        ddp: the module; its parameters on the CPU. What torch.compile or Lightning Fabric has
+            made of one will do.
         spec: the codec of all parameters that no rule names: "raw", "fp16", "bf16", "fp8", "int8",
             "int4", "ternary", "sign", "topk:FRAC", "randk:FRAC", "topk:FRAC+int8", with options as
             in "int8[block=128]".
@@ -552,7 +553,7 @@ def attach(
         The handle. The DDP keeps it; it does not keep the DDP.
 
     Raises:
-        TypeError: ddp is no DistributedDataParallel.
+        TypeError: ddp is no DistributedDataParallel; FSDP is not supported yet.
         SpecError: an option is out of range, or a pattern of ``rules`` matches no parameter.
         StateError: torch.distributed is not initialised, another hook is registered, or the
             optimizer runs inside backward.
@@ -563,12 +564,7 @@ def attach(
         Results depend on the spec, rules, seed, number of ranks, bucket layout and round, on
         nothing that is measured.
     """
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            f"attach takes a DistributedDataParallel module, not {type(ddp).__name__}; wrap the"
-            " model first:"
-            " ddp = DistributedDataParallel(model)"
-        )
+    ddp = _ddp_inside(ddp)
     ddp_group = ddp.process_group
     try:
         options = Options(
@@ -598,6 +594,33 @@ def attach(
         weakref.finalize(ddp, _close_state, weakref.ref(state))
     state.bind(handle)
     return handle
+
+
+def _ddp_inside(module: object) -> DistributedDataParallel:
+    """Return the DDP that wrappers of frameworks hold.
+
+    Raises:
+        TypeError: there is none.
+    """
+    seen = module
+    while not isinstance(seen, DistributedDataParallel):
+        inner = getattr(seen, "_orig_mod", None)  # torch.compile's
+        inner = getattr(seen, "_forward_module", None) if inner is None else inner  # Fabric's
+        if inner is None:
+            break
+        seen = inner
+    if isinstance(seen, DistributedDataParallel):
+        return seen
+    kinds = [cls.__name__ for cls in type(module).__mro__]
+    if "FullyShardedDataParallel" in kinds or "FSDPModule" in kinds:
+        raise TypeError(
+            "attach takes a DistributedDataParallel module; FSDP exchanges its gradients itself and"
+            " is not supported yet: use DistributedDataParallel"
+        )
+    raise TypeError(
+        f"attach takes a DistributedDataParallel module, not {type(module).__name__}; wrap the"
+        " model first: ddp = DistributedDataParallel(model)"
+    )
 
 
 def state_of(ddp: DistributedDataParallel) -> HookState | None:
