@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from agentcomm import default_hooks
     from agentcomm.collectives import Work, all_reduce
     from agentcomm.errors import (
         AgentCommError,
@@ -53,6 +54,7 @@ _HOMES = {
     ),
     "agentcomm.stats": ("BucketStats", "Stats"),
 }
+_MODULES = {"default_hooks"}
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
@@ -83,12 +85,15 @@ __all__ = [
     "codecs",
     "comm_hook",
     "decode",
+    "default_hooks",
     "encode",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its module (PEP 562)."""
+    if name in _MODULES:
+        return importlib.import_module(f"agentcomm.{name}")
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'agentcomm' has no attribute {name!r}")
