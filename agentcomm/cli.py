@@ -86,6 +86,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    # torch.distributed.launch puts its word before those of the script that it takes us for.
+    given = (
+        [words.pop(0)] if words and words[0].startswith(("--local-rank=", "--local_rank=")) else []
+    )
+    if words[:1] == ["run"]:
+        from agentcomm.run import _launch  # here: it is to start fast
+
+        _launch.main(words[1:], given)
+    words = [*given, *words]
     if words[:1] == ["bench"]:
         from agentcomm.bench import _command  # here: it needs more than the library does
 
@@ -98,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     info = commands.add_parser("info", help="show the build, CPU tier, torch, backends and codecs")
     info.add_argument("--json", action="store_true", help="as JSON")
+    commands.add_parser("run", help="run a script with every DDP hooked: run [options] train.py")
     commands.add_parser("bench", help="measure the codecs: bench codecs, bench accuracy")
     arguments = parser.parse_args(words)
     return _print_info(arguments.json)

@@ -1,0 +1,1 @@
+"""The folder that ``agentcomm run`` puts before PYTHONPATH, for its ``sitecustomize``."""
