@@ -1,6 +1,7 @@
 """The DDP modules of this process, from when they are built: hooks, notices, the report's part."""
 
 import fnmatch
+import functools
 import logging
 import os
 import socket
@@ -8,6 +9,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from agentcomm import default_hooks
 from agentcomm._names import Names
 from agentcomm.errors import StateError
-from agentcomm.hook import HookState, attach, state_of
+from agentcomm.hook import Handle, HookState, attach, state_of
 from agentcomm.run import _cpu_device, _parts
 from agentcomm.run._patches import settings
 from agentcomm.run._variables import PARTS
@@ -42,11 +44,21 @@ class _Model:
         self.by_script = False  # the script has registered its hook
         self.state: HookState | None = None
         self._stats: Stats | None = None
+        self._watched: Handle | None = None
+
+    def watch(self) -> None:
+        """See to it that the present handle's last statistics are read before it closes."""
+        ddp = self.ddp()
+        if self.state is not None and self.state.handle is not self._watched and ddp is not None:
+            self._watched = self.state.handle
+            # Of finalizers the youngest runs first: this one before those that close the handle.
+            weakref.finalize(ddp, self.stats)
 
     def stats(self) -> dict[str, Any] | None:
         """Return the latest statistics, None where the gradients are not ours."""
         if self.state is not None and not self.state.handle.closed:
-            self._stats = self.state.handle.stats()
+            with suppress(StateError):  # closed at exit
+                self._stats = self.state.handle.stats()
         return None if self._stats is None else self._stats.to_dict()
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,8 +85,9 @@ class _Process:
             rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
             _logger.log(logging.DEBUG if rank else logging.INFO, text)
 
-    def after_round(self) -> None:
+    def after_round(self, model: _Model) -> None:
         """Write the part in the first rounds, then if it is time: the process may be killed."""
+        model.watch()  # set_codec keeps the handle, another attach of the script's does not
         self._nrounds += 1
         # The last round submitted is still under way: the second has the first one's numbers.
         if self._nrounds <= 2 or time.monotonic() - self._written >= WRITE_S:
@@ -160,9 +173,8 @@ def adopt(ddp: DistributedDataParallel) -> None:
 def _bind(ddp: DistributedDataParallel, model: _Model, process: _Process) -> None:
     model.state = state_of(ddp)
     assert model.state is not None
-    model.state.after_round = process.after_round
-    # Made after attach's own, it runs before that closes the handle.
-    weakref.finalize(ddp, model.stats)
+    model.state.after_round = functools.partial(process.after_round, model)
+    model.watch()
     process.write()
 
 
@@ -210,6 +222,7 @@ def replace_builtin(ddp: DistributedDataParallel, comm_hook_type: BuiltinCommHoo
 
 def _use_ours(ddp: DistributedDataParallel, model: _Model, name: str, spec: str) -> None:
     attach(ddp, spec, min_compress_nelems=0)
+    model.watch()
     model.by_script = True
     model.codec = spec
     process = _this_process()

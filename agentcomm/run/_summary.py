@@ -6,6 +6,8 @@ from typing import Any
 
 from agentcomm.run._variables import LOG, PARTS, REPORT
 
+_NO_MODEL = "agentcomm: no DistributedDataParallel was built: nothing was compressed"
+
 
 def print_at_exit() -> None:
     """Say, in the process that the user started, what became of the gradients."""
@@ -15,9 +17,7 @@ def print_at_exit() -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     if not os.path.exists(path):
-        sys.stderr.write(
-            "agentcomm: no DistributedDataParallel was built: nothing was compressed\n"
-        )
+        sys.stderr.write(_NO_MODEL + "\n")
         return
     from agentcomm.run import _parts
 
@@ -29,9 +29,12 @@ def print_at_exit() -> None:
 
 
 def text_of(document: dict[str, Any]) -> str:
-    """Return the summary of a report: its lowest rank's."""
-    first = document["ranks"][0]
-    seen = sorted({rank["rank"] for rank in document["ranks"]})
+    """Return the summary of a report: of the lowest rank that has built a model."""
+    ranks = [rank for rank in document["ranks"] if rank["models"]]
+    if not ranks:  # processes that had something to say
+        return _NO_MODEL
+    first = ranks[0]
+    seen = sorted({rank["rank"] for rank in ranks})
     what = f"{len(first['models'])} DDP models" if len(first["models"]) != 1 else "one DDP model"
     others = f"; the report has ranks {', '.join(map(str, seen))}" if len(seen) > 1 else ""
     lines = [f"agentcomm: rank {first['rank']} of {first['nranks']} had {what}{others}"]

@@ -119,6 +119,14 @@ def test_a_model_that_is_gone_is_in_the_report(tmp_path, compressed):
     assert [model["stats"]["rounds"] for (model,) in models(report)] == [6, 6]
 
 
+def test_a_model_that_lives_until_the_end_is_in_the_report(tmp_path):
+    report = tmp_path / "r.json"
+    done, _ = start(*TORCHRUN, *AGENTCOMM, "--report", report, SCRIPT, "env", "kept_to_the_end")
+    assert "Traceback" not in done.stderr
+    for (model,) in models(json.loads(report.read_text())):
+        assert (model["codec"], model["stats"]["rounds"]) == ("fp16", 6)
+
+
 def test_a_process_that_is_killed_is_in_the_report(tmp_path):
     _, _, report = spawn(tmp_path, "killed")
     assert [rank["finished"] for rank in report["ranks"]] == [False, False]

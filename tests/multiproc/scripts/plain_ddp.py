@@ -73,6 +73,14 @@ def hook_of_torch(name):
     say(digest(ddp))
 
 
+def kept_to_the_end():
+    global kept
+    torch.zeros(1).cuda()
+    kept = DDP(model_of())
+    kept.register_comm_hook(state=None, hook=default_hooks.fp16_compress_hook)
+    train(kept)
+
+
 def built_in_hook():
     ddp = DDP(model_of())
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
@@ -154,6 +162,7 @@ def gpu_script():
 
 
 def no_ddp():
+    torch.zeros(1).cuda()
     total = torch.ones(3, dtype=torch.int64)
     dist.all_reduce(total)
     say(total.tolist())
