@@ -193,9 +193,9 @@ def install(torch: Any, always: bool) -> None:
     if not always and torch.accelerator.is_available():
         return
     installed = True
-    for name in _FACTORIES:
-        if hasattr(torch, name):
-            _replace(torch, name, lambda function: _in_keywords(function, "device"))
+    contexts = importlib.import_module("torch.utils._device")
+    contexts._device_constructors()  # keeps them, for ``with torch.device(...):``, as they are now
+    _install_in_factories(torch)
     tensor, module = torch.Tensor, torch.nn.Module
     for name in _NEW:
         _replace(tensor, name, lambda function: _in_keywords(function, "device"))
@@ -206,7 +206,6 @@ def install(torch: Any, always: bool) -> None:
     tensor.pin_memory = lambda self, device=None: self
     _replace(torch, "set_default_device", _on_first)
     _replace(torch, "load", _load)
-    contexts = importlib.import_module("torch.utils._device")  # of ``with torch.device("cuda"):``
     _replace(contexts.DeviceContext, "__init__", lambda f: _first_or_keyword(f, "device"))
     _install_in_cuda(torch.cuda, always)
     _install_in_distributed(torch.distributed.distributed_c10d, torch.distributed)
@@ -214,6 +213,16 @@ def install(torch: Any, always: bool) -> None:
 
 def _replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def _install_in_factories(torch: Any) -> None:
+    scripted = importlib.import_module("torch.jit._builtins")
+    for name in _FACTORIES:
+        if hasattr(torch, name):
+            op = scripted._find_builtin(getattr(torch, name))
+            _replace(torch, name, lambda function: _in_keywords(function, "device"))
+            if op is not None:  # torch.jit.script knows functions by identity
+                scripted._register_builtin(getattr(torch, name), op)
 
 
 def _to_cpu(self: Any, device: object = None, *args: object, **kwargs: object) -> Any:

@@ -47,6 +47,10 @@ print(torch.get_num_threads() == threads, bool(tiny + tiny > 0))
 def test_every_public_name_is_there():
     for name in agentcomm.__all__:
         value = getattr(agentcomm, name)
+        if name in agentcomm._MODULES:
+            assert value is importlib.import_module(f"agentcomm.{name}")
+            assert value.__doc__
+            continue
         assert value.__module__.startswith("agentcomm."), name
         assert value.__doc__, f"{name} has no docstring"
         assert getattr(importlib.import_module(value.__module__), name) is value
@@ -56,15 +60,16 @@ def test_lists_of_public_names_agree():
     assert len(agentcomm.__all__) == len(set(agentcomm.__all__))  # their order is ruff's business
     homes = agentcomm._HOMES
     in_homes = sorted(name for names in homes.values() for name in names)
-    assert in_homes == sorted(agentcomm.__all__)
+    assert sorted([*in_homes, *agentcomm._MODULES]) == sorted(agentcomm.__all__)
     tree = ast.parse(Path(agentcomm.__file__).read_text())
     typed = {
         (node.module, alias.name)
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.module.startswith("agentcomm.")
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "agentcomm"
         for alias in node.names
     }
-    assert typed == {(home, name) for home, names in homes.items() for name in names}
+    modules = {("agentcomm", name) for name in agentcomm._MODULES}
+    assert typed == {(home, name) for home, names in homes.items() for name in names} | modules
 
 
 def test_dir_lists_them_loaded_or_not():

@@ -124,6 +124,11 @@ def mixed_precision():
     say(len(ddp._comm_hooks))
 
 
+@torch.jit.script
+def scripted(x: torch.Tensor):
+    return torch.zeros(1, device=x.device) + torch.tensor(x.shape[0], device=x.device)
+
+
 def gpu_script():
     """What scripts for GPUs do, on a machine without one."""
     rank = dist.get_rank()
@@ -153,6 +158,11 @@ def gpu_script():
         torch.load(path, map_location=device)
     finally:
         os.remove(path)
+    with torch.device("cuda", rank):
+        assert torch.empty(2).device.type == "cpu"
+    with torch.device("meta"):
+        assert torch.empty(2).device.type == "meta"
+    assert scripted(x).tolist() == [8.0]
     total = torch.ones(1, device=device)
     dist.all_reduce(total)
     assert total.item() == dist.get_world_size()
