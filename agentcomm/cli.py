@@ -1,9 +1,7 @@
 """The command line: ``agentcomm`` and ``python -m agentcomm``."""
 
 import argparse
-import json
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +11,8 @@ import agentcomm
 
 def _info() -> dict[str, Any]:
     """Return what a bug report needs to say about this installation."""
+    import platform  # here, and below: `agentcomm run` is to start fast
+
     report: dict[str, Any] = {
         "agentcomm": agentcomm.__version__,
         "python": platform.python_version(),
@@ -57,6 +57,8 @@ def _info() -> dict[str, Any]:
 def _print_info(as_json: bool) -> int:
     report = _info()
     if as_json:
+        import json
+
         print(json.dumps(report, indent=2))
     else:
         codecs = report.pop("codecs", [])

@@ -4,10 +4,8 @@ A spec is written as ``name[option=value,...]``, for instance ``"int8"`` or ``"i
 each codec has a frozen dataclass that prints as its spec, so that ``parse(str(spec)) == spec``.
 """
 
-import difflib
 import re
 from dataclasses import dataclass, fields, replace
-from decimal import Decimal
 from functools import cache
 from typing import Any, ClassVar
 
@@ -290,7 +288,7 @@ class SparseCodec(Codec):
 
     def __str__(self) -> str:
         """Return the spec text, options at their defaults left out."""
-        frac = f"{Decimal(self._frac_e9) / FRAC_UNIT:f}"
+        frac = f"{self.keep_frac:.9f}".rstrip("0").rstrip(".")
         values = "" if self.values == "raw" else f"+{self.values}"
         options = ",".join(
             f"{field.name}={getattr(self, field.name)}"
@@ -455,6 +453,8 @@ def check_rounding(rounding: object) -> None:
 
 def suggest(word: str, known: list[str]) -> str:
     """Return " (did you mean ...?)" for the nearest known words, "" if none is near."""
+    import difflib  # here: the launcher is to start fast
+
     near = difflib.get_close_matches(word.lower(), known, n=3, cutoff=0.5)
     return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 

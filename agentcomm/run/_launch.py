@@ -17,12 +17,24 @@ Run a script, or a module, with every DistributedDataParallel that it builds sen
 gradients; in its own process and in all that it starts. Options end at the script."""
 
 
+class _Formatter(argparse.HelpFormatter):
+    """Argparse's own, which imports shutil at every option only to learn the terminal's width."""
+
+    def __init__(self, prog: str) -> None:
+        try:
+            width = int(os.environ.get("COLUMNS", 0)) or os.get_terminal_size().columns
+        except (ValueError, OSError):
+            width = 80
+        super().__init__(prog, width=width - 2)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="agentcomm run",
         usage="agentcomm run [options] (SCRIPT | -m MODULE) [arguments...]",
         description=_DESCRIPTION,
         allow_abbrev=False,
+        formatter_class=_Formatter,
     )
     for option in OPTIONS:
         default = "" if option.default in (None, "{}") else f" (default: {option.default})"

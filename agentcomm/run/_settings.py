@@ -1,18 +1,21 @@
-"""The settings of a run: options of the command line, variables of its processes."""
+"""The settings of a run: options of the command line, variables of its processes.
+
+``agentcomm run`` is to start fast, and dataclasses cost 12 ms: tuples serve here, and what needs
+``agentcomm.specs`` imports it when there is something to check.
+"""
 
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from agentcomm.errors import SpecError
 from agentcomm.run._variables import PREFIX
-from agentcomm.specs import parse
 
 MIN_COMPRESS_NELEMS = 1024  # as in attach
 DEVICES = ("auto", "cpu", "cuda")
 LEVELS = ("debug", "info", "warning", "error", "quiet")
+PLAIN_SPECS = ("raw", "fp16", "bf16", "fp8", "int8", "int4", "ternary", "sign")  # need no parsing
 
 
 def _rules(text: str) -> dict[str, str]:
@@ -27,12 +30,15 @@ def _rules(text: str) -> dict[str, str]:
             f'{text!r} maps no patterns to specs; write for example \'{{"*.bias": "raw"}}\''
         )
     for spec in rules.values():
-        parse(spec)
+        _spec(spec)
     return rules
 
 
 def _spec(text: str) -> str:
-    parse(text)
+    if text not in PLAIN_SPECS:
+        from agentcomm.specs import parse
+
+        parse(text)
     return text
 
 
@@ -68,8 +74,7 @@ def _file(text: str) -> str:
     return path
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One setting.
 
     Attributes:
@@ -112,8 +117,11 @@ OPTIONS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+# Those that attach takes, and checks, beside the codec.
+_OF_ATTACH = ("rules", "chunk_nbytes", "feedback", "min_compress_nelems", "warmup_nrounds")
+
+
+class Settings(NamedTuple):
     """The settings of a run. Each field is described by its ``Option``."""
 
     codec: str
@@ -134,18 +142,22 @@ class Settings:
             SpecError: names the option or variable, its value and what it may be.
         """
         values: dict[str, Any] = {}
+        are_defaults = True
         for option in OPTIONS:
             text, source = texts.get(option.name), option.flag
             if text is None:
                 text, source = environ.get(option.variable), option.variable
             if text is None:
                 text = option.default
+            elif option.name in _OF_ATTACH:
+                are_defaults = False
             try:
                 values[option.name] = None if text is None else option.convert(text)
             except SpecError as error:
                 raise SpecError(f"{source}: {error}") from None
         settings = cls(**values)
-        settings.check()
+        if not are_defaults:
+            settings.check()
         return settings
 
     def check(self) -> None:
@@ -160,9 +172,8 @@ class Settings:
         Args:
             nelems_max: of the parameters of the model.
         """
-        names = ("rules", "chunk_nbytes", "feedback", "warmup_nrounds")
-        options = {name: getattr(self, name) for name in names}
-        nelems_min = self.min_compress_nelems
+        options: dict[str, Any] = {name: getattr(self, name) for name in _OF_ATTACH}
+        nelems_min = options.pop("min_compress_nelems")
         if nelems_min == "auto":
             # A model of small parameters alone would not be compressed at all.
             nelems_min = MIN_COMPRESS_NELEMS if nelems_max >= MIN_COMPRESS_NELEMS else 0
@@ -170,7 +181,7 @@ class Settings:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return self._asdict()
 
     def to_environ(self) -> dict[str, str]:
         """Return the variables that say the same."""

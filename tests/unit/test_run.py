@@ -9,8 +9,10 @@ import textwrap
 
 import pytest
 
+import agentcomm
 from agentcomm.errors import SpecError
-from agentcomm.run._settings import OPTIONS, Settings
+from agentcomm.run._settings import OPTIONS, PLAIN_SPECS, Settings
+from agentcomm.specs import parse
 
 NONE_BUILT = "agentcomm: no DistributedDataParallel was built: nothing was compressed\n"
 PLAIN = (sys.executable,)
@@ -238,3 +240,9 @@ def test_small_models_are_compressed_by_default():
 def test_rules_that_are_no_rules():
     with pytest.raises(SpecError, match="maps no patterns to specs"):
         Settings.read({"rules": "[1]"}, {})
+
+
+def test_specs_that_are_not_parsed_are_good_ones():
+    assert list(PLAIN_SPECS) == [row["name"] for row in agentcomm.codecs() if not row["sparse"]]
+    for spec in PLAIN_SPECS:
+        parse(spec)
