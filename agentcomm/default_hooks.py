@@ -123,15 +123,7 @@ def fp16_compress_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Send gradients as IEEE half floats, and average them in float32: codec ``fp16``.
 
-    Args:
-        process_group: of the DDP; None is WORLD.
-        bucket: DDP's bucket.
-
-    Returns:
-        A future of the bucket's buffer.
-
-    Raises:
-        MismatchError, PeerError: in ``backward()``, on every rank.
+    Arguments, result and errors are those of ``allreduce_hook``.
     """
     return _exchange("fp16", process_group, bucket)
 
@@ -142,15 +134,7 @@ def bf16_compress_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Send gradients as bfloat16, and average them in float32: codec ``bf16``.
 
-    Args:
-        process_group: of the DDP; None is WORLD.
-        bucket: DDP's bucket.
-
-    Returns:
-        A future of the bucket's buffer.
-
-    Raises:
-        MismatchError, PeerError: in ``backward()``, on every rank.
+    Arguments, result and errors are those of ``allreduce_hook``.
     """
     return _exchange("bf16", process_group, bucket)
 
