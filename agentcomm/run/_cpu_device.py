@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 installed = False
@@ -32,8 +32,8 @@ _QUERIES: dict[str, Any] = {
     "memory_reserved": 0,
 }
 _NO_OPS = (
-    "empty_cache init ipc_collect manual_seed manual_seed_all reset_max_memory_allocated"
-    " reset_peak_memory_stats set_device set_stream synchronize"
+    "empty_cache init ipc_collect reset_max_memory_allocated reset_peak_memory_stats set_device"
+    " set_stream synchronize"
 ).split()
 _said = False
 
@@ -101,8 +101,14 @@ def _location(location: object) -> object:
     if callable(location):
         return location
     if isinstance(location, dict) or location is None:
-        return "cpu"
+        return functools.partial(_restore, location or {})
     return _cpu(location)
+
+
+def _restore(locations: dict[str, Any], storage: Any, tag: str) -> Any:
+    """Put a storage where a dict has it, or where it was: a map_location of ``torch.load``."""
+    serialization = importlib.import_module("torch.serialization")
+    return serialization.default_restore_location(storage, str(_cpu(locations.get(tag, tag))))
 
 
 def _without_gpu_backend(backend: object) -> object:
@@ -182,6 +188,19 @@ class Stream:
         """Return: nothing is under way."""
 
 
+class Device:
+    """``torch.cuda.device``, the context manager: there is one device."""
+
+    def __init__(self, device: object) -> None:
+        self.idx = 0
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
 def install(torch: Any, always: bool) -> None:
     """Put the stand-ins in, right after torch was imported.
 
@@ -259,12 +278,7 @@ def _install_in_cuda(cuda: Any, always: bool) -> None:
     cuda.Event, cuda.Stream = Event, Stream
     cuda.current_stream = cuda.default_stream = lambda device=None: Stream()
     cuda.stream = lambda stream: stream or contextlib.nullcontext()
-    cuda.device = _device_context
-
-
-@contextlib.contextmanager
-def _device_context(device: object) -> Iterator[None]:
-    yield
+    cuda.device = Device
 
 
 def _returning(value: object) -> Callable[..., object]:

@@ -64,9 +64,11 @@ def _remove_old_report(report: str) -> None:
 
 def _environment(settings: Settings) -> dict[str, str]:
     environ = os.environ | settings.to_environ()
-    before = [folder for folder in environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    if _SITE not in before:
-        environ["PYTHONPATH"] = os.pathsep.join([_SITE, *before])
+    before = environ.get("PYTHONPATH")
+    if not before:
+        environ["PYTHONPATH"] = _SITE
+    elif _SITE not in before.split(os.pathsep):  # an empty entry is the working directory: it stays
+        environ["PYTHONPATH"] = _SITE + os.pathsep + before
     environ[LAUNCHER_PID] = str(os.getpid())
     folder = os.environ.get("TMPDIR", "/tmp")
     temporary = os.path.join(folder, f"agentcomm-{os.getpid()}-{time.time_ns()}.json")

@@ -234,6 +234,14 @@ def note(text: str) -> None:
     _this_process().note(text)
 
 
+def note_copy(ddp: DistributedDataParallel) -> None:
+    """Say that torch leaves the hook behind when a DDP module is copied or pickled."""
+    note(
+        f"a copied or unpickled DistributedDataParallel of {type(ddp.module).__name__} has no hook:"
+        " if it trains, it does so dense; build another of the model instead"
+    )
+
+
 def note_unsupported(name: str) -> None:
     """Say that a kind of data parallelism is not ours."""
     _this_process().note(

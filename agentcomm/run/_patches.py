@@ -34,11 +34,8 @@ def _patch_torch(torch: Any) -> None:
 
 def _patch_ddp(module: Any) -> None:
     cls = module.DistributedDataParallel
-    init, register, builtin = (
-        cls.__init__,
-        cls.register_comm_hook,
-        cls._register_builtin_comm_hook,
-    )
+    init, set_state = cls.__init__, cls.__setstate__
+    register, builtin = cls.register_comm_hook, cls._register_builtin_comm_hook
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -46,6 +43,13 @@ def _patch_ddp(module: Any) -> None:
 
         init(self, *_live.ddp_arguments(args, kwargs), **kwargs)
         _live.adopt(self)
+
+    @functools.wraps(set_state)
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        from agentcomm.run import _live
+
+        set_state(self, state)
+        _live.note_copy(self)
 
     @functools.wraps(register)
     def register_comm_hook(self: Any, state: object, hook: Callable[..., Any]) -> None:
@@ -61,7 +65,7 @@ def _patch_ddp(module: Any) -> None:
         if not _live.replace_builtin(self, comm_hook_type):
             builtin(self, comm_hook_type)
 
-    cls.__init__ = __init__
+    cls.__init__, cls.__setstate__ = __init__, __setstate__
     cls.register_comm_hook = register_comm_hook
     cls._register_builtin_comm_hook = _register_builtin_comm_hook
 

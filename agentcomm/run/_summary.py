@@ -12,20 +12,20 @@ _NO_MODEL = "agentcomm: no DistributedDataParallel was built: nothing was compre
 def print_at_exit() -> None:
     """Say, in the process that the user started, what became of the gradients."""
     path = os.environ.get(PARTS)
-    if path is None or os.environ.get(LOG) in ("warning", "error", "quiet"):
+    if path is None:
         return
-    if os.environ.get("RANK", "0") != "0":
-        return
-    if not os.path.exists(path):
-        sys.stderr.write(_NO_MODEL + "\n")
-        return
-    from agentcomm.run import _parts
+    text = _NO_MODEL
+    if os.path.exists(path):
+        from agentcomm.run import _parts
 
-    document = _parts.read(path)
-    assert document is not None
-    sys.stderr.write(text_of(document) + "\n")
-    if os.environ.get(REPORT) != path:
-        os.remove(path)
+        document = _parts.read(path)
+        assert document is not None
+        text = text_of(document)
+        if os.environ.get(REPORT) != path:
+            os.remove(path)
+    is_quiet = os.environ.get(LOG) in ("warning", "error", "quiet")
+    if not is_quiet and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(text + "\n")
 
 
 def text_of(document: dict[str, Any]) -> str:

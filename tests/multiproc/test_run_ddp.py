@@ -127,6 +127,15 @@ def test_a_model_that_lives_until_the_end_is_in_the_report(tmp_path):
         assert (model["codec"], model["stats"]["rounds"]) == ("fp16", 6)
 
 
+def test_a_copy_is_not_silently_dense(tmp_path):
+    done, _ = start(
+        *TORCHRUN, *AGENTCOMM, SCRIPT, "env", "copied", TMPDIR=str(tmp_path), AGENTCOMM_LOG="info"
+    )
+    assert done.stderr.count("copied or unpickled DistributedDataParallel of Sequential") == 1
+    assert "no accelerator" not in done.stderr
+    assert not list(tmp_path.glob("agentcomm-*"))  # no rank's part is left behind
+
+
 def test_a_process_that_is_killed_is_in_the_report(tmp_path):
     _, _, report = spawn(tmp_path, "killed")
     assert [rank["finished"] for rank in report["ranks"]] == [False, False]

@@ -246,3 +246,11 @@ def test_specs_that_are_not_parsed_are_good_ones():
     assert list(PLAIN_SPECS) == [row["name"] for row in agentcomm.codecs() if not row["sparse"]]
     for spec in PLAIN_SPECS:
         parse(spec)
+
+
+def test_an_empty_entry_of_pythonpath_stays(tmp_path):
+    code = tmp_path / "sub" / "script.py"
+    code.parent.mkdir()
+    code.write_text("import beside; print(beside.__file__)")
+    (tmp_path / "beside.py").touch()
+    both(code, cwd=tmp_path, env={"PYTHONPATH": f":{tmp_path / 'sub'}"})

@@ -3,6 +3,7 @@
 plain_ddp.py HOW WHAT    HOW: spawn, fork or env (started by torchrun). Prints a line per rank.
 """
 
+import copy
 import hashlib
 import os
 import sys
@@ -81,6 +82,11 @@ def kept_to_the_end():
     train(kept)
 
 
+def copied():
+    torch.manual_seed(0)  # names no GPU: nothing is said of them
+    copy.deepcopy(DDP(model_of()))
+
+
 def built_in_hook():
     ddp = DDP(model_of())
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
@@ -156,6 +162,8 @@ def gpu_script():
     try:
         torch.load(path, map_location={"cuda:0": f"cuda:{rank}"})
         torch.load(path, map_location=device)
+        meta = torch.load(path, map_location={"cpu": "meta", "cuda:0": device})
+        assert {tensor.device.type for tensor in meta.values()} == {"meta"}
     finally:
         os.remove(path)
     with torch.device("cuda", rank):
@@ -163,6 +171,8 @@ def gpu_script():
     with torch.device("meta"):
         assert torch.empty(2).device.type == "meta"
     assert scripted(x).tolist() == [8.0]
+    with torch.cuda.device(rank):
+        assert isinstance(torch.cuda.device(device), torch.cuda.device)
     total = torch.ones(1, device=device)
     dist.all_reduce(total)
     assert total.item() == dist.get_world_size()
